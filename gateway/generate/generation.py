@@ -95,18 +95,27 @@ class CompleteAnswer:
 class WakeUp:
     """Wake-up signal for the one task that waits."""
 
-    __slots__ = ("_waiting",)
+    __slots__ = ("_again", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: asyncio.Future[None] | None = None
+        self._again = False
 
     def ring(self) -> None:
         """Wake the task."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
+    def ring_again(self) -> None:
+        """Let the next `rung` return as soon as other tasks have had their turn: the task has more to do."""
+        self._again = True
+
     async def rung(self) -> None:
         """Wait for the next ring. Check the condition before the call: earlier rings do not count."""
+        if self._again:
+            self._again = False
+            await asyncio.sleep(0)
+            return
         self._waiting = asyncio.get_running_loop().create_future()
         try:
             await self._waiting
@@ -203,6 +212,10 @@ class Generation:
     def ring(self) -> None:
         """Wake the reader."""
         self._bell.ring()
+
+    def ring_again(self) -> None:
+        """Let the reader come back after other tasks."""
+        self._bell.ring_again()
 
     @property
     def over(self) -> bool:

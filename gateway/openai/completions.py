@@ -26,6 +26,7 @@ from . import logprobs
 from .bodies import DONE, EventEncoder, encode, usage_of
 from .call import Call, total
 from .fields import check_ignored, requested_shape, sampling_of, stops_of
+from .prompt_events import PromptEvents
 from .request_body import Completion
 from .unimplemented_fields import UNIMPLEMENTED
 
@@ -34,7 +35,6 @@ MAX_TOKENS = 16  # OpenAI's own default
 PROMPTS_MAX = 128
 KIND = "text_completion"
 NO_TOKENS = np.zeros(0, np.int32)
-NOT_STREAMED = "cannot be streamed: it is sent with the complete answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +145,6 @@ class Completions:
             raise InvalidRequest("best_of", f"is {self.best_of}; the limit is {SAMPLES_MAX}")
         if asked.stream and self.best_of > self.n:
             raise InvalidRequest("best_of", "cannot be streamed: the best answers are known only at the end")
-        if asked.stream and asked.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs", NOT_STREAMED)
-        if asked.stream and self.scores_echo:
-            raise InvalidRequest("echo", f"with logprobs {NOT_STREAMED}")
         if asked.max_tokens == 0 and self.best_of > 1:
             raise InvalidRequest("n", f"is {self.n} and best_of {self.best_of}; with max_tokens 0 both must be 1")
 
@@ -156,6 +152,11 @@ class Completions:
     def scores_echo(self) -> bool:
         """Whether the log-probabilities of the answer begin with those of the prompt."""
         return bool(self.asked.echo) and self.asked.logprobs is not None
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of the prompt are sent."""
+        return self.scores_echo or self.asked.prompt_logprobs is not None
 
     def _prompt_logprobs(self) -> int | None:
         """Return how many of the most likely tokens to ask for in each place of the prompt; None: nothing of it."""
@@ -250,7 +251,8 @@ class CompletionEvents:
         )
         self._plain = work.logprobs is None and not work.returns_ids
         self._offsets = [len(prompt.text) if asked.echo else 0 for prompt in work.prompts for _ in range(work.n)]
-        self._echo = bool(asked.echo) and not call.resume
+        self._echo = bool(asked.echo) and not work.scores and not call.resume
+        self._scored = [self._events_of(prompt) for prompt in work.prompts] if work.scores and not call.resume else []
 
     @property
     def over(self) -> bool:
@@ -265,6 +267,10 @@ class CompletionEvents:
             for at, prompt in enumerate(self._work.prompts):
                 written += [self._events.completion_text(at * n + place, prompt.text) for place in range(n)]
         for at, generation in enumerate(self._generations):
+            if at < len(self._scored) and not self._scored[at].over:
+                written += self._scores(at, generation)
+                if not generation.answers[0].stream.error:
+                    continue
             for piece in generation.pop_pieces():
                 index = at * n + piece.index
                 if not self._plain or piece.reason:
@@ -274,6 +280,22 @@ class CompletionEvents:
         if self.over:
             written.append((self._events.usage(total(self._generations)) if self._usage else b"") + DONE)
         return written[0] if len(written) == 1 else b"".join(written)
+
+    def _events_of(self, prompt: Prompt) -> PromptEvents:
+        """Return the log-probabilities of a prompt as parts of the stream."""
+        asked = self._work.asked
+        echoed = asked.logprobs if self._work.scores_echo else None
+        text = prompt.text if asked.echo else ""
+        return PromptEvents(self._work.call.model.prompts, prompt.ids.tolist(), text, echoed, asked.prompt_logprobs)
+
+    def _scores(self, at: int, generation: Generation) -> list[bytes]:
+        """Return the next part of a prompt's log-probabilities for each of its choices, and ask to be called again."""
+        part = self._scored[at].pop_part(generation.answers[0].stream)
+        if part is None:
+            return []
+        generation.ring_again()
+        n = self._work.n
+        return [self._events.choice({"index": at * n + place, **part}) for place in range(n)]
 
     def _choice(self, index: int, piece: Piece, generation: Generation) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -83,25 +83,42 @@ class EchoedLogprobs:
             scored: Its log-probabilities, [n - 1].
             most_likely: How many of the most likely tokens are requested.
         """
-        echoed, offset = cls(), 0
-        for at, token in enumerate(ids):
-            name, _ = prompts.spelled(token)
-            echoed.tokens.append(name)
-            echoed.text_offset.append(offset)
-            offset += len(name)
-            echoed.token_logprobs.append(_finite(scored.logprobs[at - 1]) if at else None)
-            best = scored.top_logprobs[at - 1][:most_likely] if at else ()
-            echoed.top_logprobs.append(
-                {prompts.spelled(other)[0]: _finite(value) for other, value in best} if at else None
-            )
-            await _breathe(at)
+        echoed = cls()
+        for start in range(0, len(ids), PROMPT_TOKENS_AT_A_TIME):
+            if start:
+                await asyncio.sleep(0)
+            echoed.add(prompts, ids, scored, range(start, min(start + PROMPT_TOKENS_AT_A_TIME, len(ids))), most_likely)
         return echoed
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
         self.tokens: list[str] = []
         self.text_offset: list[int] = []
         self.token_logprobs: list[float | None] = []
         self.top_logprobs: list[dict[str, float] | None] = []
+
+    def add(self, prompts: Prompts, ids: Sequence[int], scored: PromptStream, places: range, most_likely: int) -> int:
+        """Add the tokens in some places, as in `of`. Return the text offset behind them."""
+        for at in places:
+            name, _ = prompts.spelled(ids[at])
+            self.tokens.append(name)
+            self.text_offset.append(self._offset)
+            self._offset += len(name)
+            self.token_logprobs.append(_finite(scored.logprobs[at - 1]) if at else None)
+            best = scored.top_logprobs[at - 1][:most_likely] if at else ()
+            self.top_logprobs.append(
+                {prompts.spelled(other)[0]: _finite(value) for other, value in best} if at else None
+            )
+        return self._offset
+
+    def body(self, *, most_likely: bool) -> dict[str, Any]:
+        """Return them as the log-probabilities of a choice. most_likely: as in `of_completion`."""
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs if most_likely else None,
+            "text_offset": self.text_offset,
+        }
 
     def before(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the log-probabilities of the prompt and, behind them, those of the answer in `body`."""
@@ -124,10 +141,26 @@ async def of_prompt(
     Returns:
         [n] entries: null for the first token, then by token id the token itself and the most likely ones.
     """
-    entries: list[dict[str, Any] | None] = [None]
-    for at, token in enumerate(ids[1:]):
-        rows = [(token, scored.logprobs[at], scored.ranks[at])]
-        best = scored.top_logprobs[at][:most_likely]
+    entries: list[dict[str, Any] | None] = []
+    for start in range(0, len(ids), PROMPT_TOKENS_AT_A_TIME):
+        places = range(start, min(start + PROMPT_TOKENS_AT_A_TIME, len(ids)))
+        if start:
+            await asyncio.sleep(0)
+        entries += prompt_part(prompts, ids, scored, places, most_likely)
+    return entries
+
+
+def prompt_part(
+    prompts: Prompts, ids: Sequence[int], scored: PromptStream, places: range, most_likely: int
+) -> list[dict[str, Any] | None]:
+    """Return the entries of some places of a prompt, as `of_prompt` does."""
+    entries: list[dict[str, Any] | None] = []
+    for at in places:
+        if not at:
+            entries.append(None)
+            continue
+        rows = [(ids[at], scored.logprobs[at - 1], scored.ranks[at - 1])]
+        best = scored.top_logprobs[at - 1][:most_likely]
         rows += [(other, value, rank) for rank, (other, value) in enumerate(best, 1)]
         entries.append(
             {
@@ -135,18 +168,11 @@ async def of_prompt(
                 for other, value, rank in rows
             }
         )
-        await _breathe(at)
     return entries
 
 
 def _spelled(prompts: Prompts, token: int) -> str | None:
     return prompts.spelled(token)[0] if prompts.has_text else None
-
-
-async def _breathe(at: int) -> None:
-    """Let other requests go on, now and then in a long prompt."""
-    if at % PROMPT_TOKENS_AT_A_TIME == PROMPT_TOKENS_AT_A_TIME - 1:
-        await asyncio.sleep(0)
 
 
 def _entry(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:

@@ -88,8 +88,6 @@ def test_token_ids_where_they_are_asked_for() -> None:
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 3, "stream": True}, "best_of"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),

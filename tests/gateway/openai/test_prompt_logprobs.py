@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from kvforge.client.prompt_stream import PromptStream
+from kvforge.gateway.chat.prompts import Prompts
 from kvforge.gateway.openai import logprobs
+from kvforge.gateway.openai.prompt_events import PromptEvents
+from kvforge.gateway.replicas.stream import Stream
+from kvforge.gateway.text.inline import NoTexts
+from kvforge.protocol.errors import InternalError
 from tests.gateway.scripted import Script, application, ask, tokenizer
 
 ONCE = tokenizer().encode("Once", special=False)
@@ -124,6 +131,75 @@ def test_without_them_nothing_is_asked_for_or_added(path: str) -> None:
     assert wanted(script) is None
 
 
+def streamed(script: Script, **fields: Any) -> list[dict[str, Any]]:
+    """Return the choices of all events."""
+    response = ask(application(script), "/v1/completions", {"prompt": "Once", "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    return [choice for line in lines for choice in json.loads(line[6:])["choices"]]
+
+
+def joined(choices: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """Return the events of one choice as the complete answer would have it."""
+    mine = [choice for choice in choices if choice["index"] == index]
+    logs = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+    columns = [name for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset") if logs and logs[0][name]]
+    whole: dict[str, Any] = {"text": "".join(choice["text"] for choice in mine)}
+    whole |= {name: [value for each in logs for value in each[name]] for name in columns}
+    listed = [entry for choice in mine for entry in choice.get("prompt_logprobs", ())]
+    return whole | ({"prompt_logprobs": listed} if listed else {})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"prompt_logprobs": 1, "echo": True},
+        {"prompt_logprobs": 0, "echo": True, "logprobs": 3},
+        {"prompt_logprobs": 2, "n": 2, "echo": True, "logprobs": 1},
+    ],
+)
+def test_a_stream_has_what_the_complete_answer_has(fields: dict[str, Any]) -> None:
+    count = fields.get("n", 1)
+    found = streamed(Script(["ab", "cd"][:count], step=1), **fields)
+    for index, whole in enumerate(complete(Script(["ab", "cd"][:count]), **fields)["choices"]):
+        expected = {"text": whole["text"], **{k: v for k, v in (whole["logprobs"] or {}).items() if v is not None}}
+        expected |= {name: whole[name] for name in ("prompt_logprobs",) if name in whole}
+        assert joined(found, index) == expected
+
+
+def test_the_first_event_of_a_stream_has_a_short_prompt_whole() -> None:
+    first, *rest = streamed(Script(["ab"], step=1), echo=True, logprobs=1, prompt_logprobs=1)
+    assert first["text"] == "Once" and first["logprobs"]["token_logprobs"] == LOGPROBS
+    assert first["prompt_logprobs"] == expected(1) and first["finish_reason"] is None
+    assert rest and not any("prompt_logprobs" in choice for choice in rest)
+
+
+def test_a_long_prompt_is_streamed_in_parts() -> None:
+    found = streamed(Script(["ab"], step=1), prompt=ONCE * 200, prompt_logprobs=1)
+    sizes = [len(choice["prompt_logprobs"]) for choice in found if "prompt_logprobs" in choice]
+    assert sizes == [256, 256, 256, 32]
+    (whole,) = complete(Script(["ab"]), prompt=ONCE * 200, prompt_logprobs=1)["choices"]
+    assert joined(found)["prompt_logprobs"] == whole["prompt_logprobs"]
+
+
+def test_a_prompt_alone_is_streamed_too() -> None:
+    found = streamed(Script(["ab"], reason="length"), echo=True, logprobs=1, max_tokens=0)
+    assert found[0]["logprobs"]["token_logprobs"] == LOGPROBS
+    assert found[-1]["finish_reason"] == "length" and joined(found)["text"] == "Once"
+
+
+def test_a_prompt_that_fails_ends_the_stream_with_its_error() -> None:
+    response = ask(
+        application(Script(["ab"], error=InternalError("lost"))),
+        "/v1/completions",
+        {"prompt": "Once", "stream": True, "prompt_logprobs": 1},
+    )
+    assert "lost" in response.text
+
+
 def test_a_service_without_a_tokenizer_has_ids_alone() -> None:
     app = application(Script(["ab"]), has_tokenizer=False)
     response = ask(app, "/v1/completions", {"prompt": ONCE, "prompt_logprobs": 0})
@@ -172,3 +248,20 @@ def test_what_lm_eval_computes_from_a_batch() -> None:
         assert sum(scores) == pytest.approx(sum(-token / 100 for token in ONCE[context:]))
         greedy = all(score == max(top.values()) for score, top in zip(scores, tops, strict=True))
         assert greedy == all(token % 2 == 0 for token in ONCE[context:])
+
+
+def test_a_part_waits_until_its_tokens_have_arrived() -> None:
+    """A prompt that is computed in chunks is reported in chunks; the parts of the stream do not depend on these."""
+    prompt, scored = ONCE * 100, PromptStream(len(ONCE) * 100 - 1)
+    part, stream = PromptEvents(Prompts(None, NoTexts()), prompt, "", None, 0), SimpleNamespace(prompt_logprobs=None)
+    assert part.pop_part(cast(Stream, stream)) is None
+    stream.prompt_logprobs = scored
+    sizes = []
+    for token in prompt[1:]:
+        scored.tokens.append(token)
+        scored.logprobs.append(-1.0)
+        scored.ranks.append(1)
+        scored.top_logprobs.append(())
+        found = part.pop_part(cast(Stream, stream))
+        sizes += [(len(scored.tokens), len(found["prompt_logprobs"]))] if found is not None else []
+    assert sizes == [(255, 256), (399, 144)] and part.over
