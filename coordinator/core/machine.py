@@ -431,7 +431,7 @@ class Machine:
     @property
     def busy(self) -> bool:
         """Whether a Turn could have work without a new event."""
-        return bool(self.requests.live) or any(g.sent or g.copies for g in self.cache.groups.values())
+        return bool(self.requests.live) or any(g.sent or g.copies or g.idle_tails for g in self.cache.groups.values())
 
     def check_invariants(self) -> None:
         """Check the invariants of the whole core: for tests, simulation and idle times."""

@@ -239,6 +239,7 @@ class SavedGroup(Saved):
     last_sampled_us: int = msgspec.field(name="told_us")
     state_blocks: int = 0
     prompt_chunk: int = 1
+    idle_tails: list[int] = msgspec.field(default_factory=list)
 
 
 class SavedCache(Saved):

@@ -253,7 +253,11 @@ class FakeWorker:
 
     def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
         table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
-        context = self.kv[table[(start - 1) // size], (start - 1) % size] if start else 1
+        before = (table[(start - 1) // size], (start - 1) % size)
+        if start and before not in self.kv:  # a sequence was cut off while the step with its last token was in flight
+            assert self.machine.cache.sequences.scheduled[slot] < start + len(tokens), "a row attends to nothing"
+            return 0
+        context = self.kv[before] if start else 1
         for position, token in enumerate(tokens, start):
             context = fingerprint(context, token % GENERATED)
             self.kv[table[position // size], position % size] = context

@@ -28,7 +28,7 @@ from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.pins import Pins
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
 from kvforge.coordinator.core.cache.residency import Residency
-from kvforge.coordinator.core.cache.sequences import Sequences, unmarked
+from kvforge.coordinator.core.cache.sequences import NO_SLOTS, Sequences, unmarked
 from kvforge.coordinator.core.cache.supply import Supply
 from kvforge.coordinator.core.commands import guard as guards
 from kvforge.coordinator.core.commands.blocks import BlockCommands
@@ -103,8 +103,8 @@ def prefix_registered_early() -> list[Patch]:
     """Blocks are indexed when their step is sent, not when a worker has acknowledged it."""
     real = Scheduler._send
 
-    def send(self: Scheduler, group: Group, slots: Any, counts: Any) -> Any:
-        step = real(self, group, slots, counts)
+    def send(self: Scheduler, group: Group, slots: Any, counts: Any, idle: int) -> Any:
+        step = real(self, group, slots, counts, idle)
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])
@@ -955,6 +955,28 @@ def kept_sequence_without_its_kinds() -> list[Patch]:
 def continued_beyond_what_is_equal() -> list[Patch]:
     """A prompt shares the KV of a kept sequence beyond the tokens that they have in common."""
     return [(continuing, "_common", lambda one, other: one.size)]
+
+
+@fault
+def tail_of_a_sequence_that_was_cut_off() -> list[Patch]:
+    """The step behind an answer counts although the sequence was cut off meanwhile."""
+    return [(StepResults, "_idle_tails", lambda self, sent, idle: idle)]
+
+
+@fault
+def tail_written_into_a_shared_block() -> list[Patch]:
+    """The step behind an answer writes into a block that a fork shares."""
+    real = Scheduler._idle_tails
+
+    def idle_tails(self: Scheduler, group: Group, most: int) -> Any:
+        tables = self._cache.tables
+        unwritable, tables.unwritable = tables.unwritable, lambda *_: (NO_SLOTS, NO_SLOTS)  # type: ignore[method-assign]
+        try:
+            return real(self, group, most)
+        finally:
+            tables.unwritable = unwritable  # type: ignore[method-assign]
+
+    return [(Scheduler, "_idle_tails", idle_tails)]
 
 
 @fault

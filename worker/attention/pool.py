@@ -21,6 +21,7 @@ from .interface import KvLayer
 from .quantised import as_bytes
 
 BYTES_MAX = 2**63 - 1
+SLICED_COPIES_MAX = 16  # beyond, the host takes longer to cut slices than to copy by indices
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,9 @@ class KvPool:
         """
         if len(copies) == 0:
             return
+        if len(copies) <= SLICED_COPIES_MAX:
+            self._copy_slices(copies.tolist())
+            return
         sources, targets, tokens = copies.astype(np.int64).T
         rows = np.repeat(np.arange(len(copies)), tokens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
@@ -229,6 +233,18 @@ class KvPool:
         for cache in self.tensors():
             slots = as_bytes(cache).view(-1, *cache.shape[2:])
             slots[target_slots] = slots[source_slots]
+
+    def _copy_slices(self, copies: list[list[int]]) -> None:
+        """Copy few blocks as slices: torch launches one kernel for many of them, and uploads no indices."""
+        pairs = [
+            (held[target, :tokens], held[source, :tokens])
+            for held in (cache.view(torch.uint8) for cache in self.tensors())
+            for source, target, tokens in copies
+            if tokens
+        ]
+        if pairs:
+            targets, sources = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(targets), list(sources))
 
     def zero_blocks(self, ids: npt.NDArray[np.int32]) -> None:
         """Zero all bytes of blocks, K and V in every layer, with their scales.

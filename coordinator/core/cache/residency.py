@@ -173,13 +173,14 @@ class Residency:
         return dead
 
     def rewind(self, slot: int) -> None:
-        """Discard the KV of the last token, which must be computed again to continue from it."""
+        """Discard the KV of the last token, which must be computed again to continue from it, and unacknowledged KV."""
         s = self._sequences
         last = int(s.length[slot]) - 1
         if s.computed[slot] > last:
-            s.computed[slot] = s.scheduled[slot] = last
+            s.computed[slot] = last
             if s.hashed[slot] * s.block_size > last:
                 self._indexing.restart(slot)
+        s.scheduled[slot] = s.computed[slot]
 
     def truncate(self, slot: int, length: int) -> None:
         """Cut an idle sequence off behind its first `length` tokens, with the KV of the others."""

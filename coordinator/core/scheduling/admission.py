@@ -322,6 +322,9 @@ class Admission:
         if s.owned[slot] or self._keeps(request, slot):
             if group is not None:
                 group.pool.await_step(int(s.last_step[slot]))
+                # A recurrent state cannot be cut back to an earlier token.
+                if group.wants_kinds and not group.state_blocks and slot not in group.idle_tails:
+                    group.idle_tails.append(slot)
             self._cache.residency.trim(slot)
         else:
             self._cache.residency.remove(slot)

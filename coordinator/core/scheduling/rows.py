@@ -67,6 +67,11 @@ class RunningRows:
         self.stops[slot, : len(stops)] = stops
         self.stops_most = max(self.stops_most, len(stops))
 
+    def run_idle(self, slots: Slots) -> None:
+        """Number a run of each of [n] idle slots, in which their last tokens are computed."""
+        self.run[slots] = self._runs + 1 + np.arange(slots.size)
+        self._runs += slots.size
+
     def leave(self, slot: int) -> None:
         """End the run in the slot."""
         self.run[slot] = self.score_first[slot] = self.score_end[slot] = 0

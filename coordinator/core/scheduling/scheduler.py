@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
-from kvforge.protocol.messages import NO_INT32, RowStart, Step
+from kvforge.protocol.messages import GENERATED, NO_INT32, RowStart, Step
 
 from .. import sizes
 from ..cache.block_pool import short_of
@@ -97,7 +97,7 @@ class Scheduler:
     def _plan(self, group: Group) -> Step | None:
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
-        if not group.running and not group.copies:
+        if not group.running and not group.copies and not group.idle_tails:
             return None
         group.steady = None
         group.stopped.clear()  # rows that still get no block are added again
@@ -109,7 +109,7 @@ class Scheduler:
         if rows.scores_count:
             only = rows.only_scores(mine)
             left[only] = (target - s.scheduled[mine])[only]
-        if not np.count_nonzero(left > 0) and not group.copies:
+        if not np.count_nonzero(left > 0) and not group.copies and not group.idle_tails:
             return None
         several = left > 1
         if only.size:
@@ -124,9 +124,35 @@ class Scheduler:
         if self._requests.preemptions_total != preempted:  # a later row may have preempted an earlier one
             alive = s.running[slots] & (s.pool[slots] == group.number)
             slots, counts = slots[alive], counts[alive]
+        tails = NO_SLOTS
+        if group.idle_tails and not prefilling:
+            tails = self._idle_tails(group, min(self._limits.step_rows_max, self._limits.step_tokens_max) - slots.size)
+            slots, counts = np.concatenate((tails, slots)), np.ones(tails.size + slots.size, np.int64)
         if not slots.size and not group.copies:
             return None
-        return self._send(group, slots, counts)
+        return self._send(group, slots, counts, tails.size)
+
+    def _idle_tails(self, group: Group, most: int) -> Slots:
+        """Return idle sequences whose last token gets its KV in this step, which has no prompt tokens.
+
+        The last token of an answer is sampled and not computed. In the next turn it would be a decode beside the
+        prompt's chunk, and such a step takes longer than one of a cached prompt. A sequence that changed since its
+        request ended, or that shares its last block, is left to its next turn.
+
+        Args:
+            group: The group.
+            most: How many rows the step has room for.
+        """
+        s = self._cache.sequences
+        waiting = np.array(group.idle_tails, np.int64)
+        last = s.length[waiting] - 1
+        idle = (s.request[waiting] == 0) & (s.pool[waiting] == group.number)
+        due = waiting[idle & (s.computed[waiting] == last) & (s.tokens[waiting, last] >= GENERATED)]
+        group.idle_tails = due[max(0, most) :].tolist()
+        due = due[: max(0, most)]
+        due = np.delete(due, self._cache.tables.unwritable(due, s.computed[due])[0])
+        self._rows.run_idle(due)
+        return due
 
     def _schedule_repeat(self, group: Group, steady: SteadyDecodeBatch) -> Step | None:
         """Build a step that repeats the previous decode batch; None if something has changed."""
@@ -369,13 +395,21 @@ class Scheduler:
             return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
         return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
-    def _send(self, group: Group, slots: Slots, counts: Slots) -> Step:
-        """Commit the plan: advance the counters and build the step message."""
+    def _send(self, group: Group, slots: Slots, counts: Slots, idle: int) -> Step:
+        """Commit the plan: advance the counters and build the step message.
+
+        Args:
+            group: The group.
+            slots: The rows, [n].
+            counts: Their tokens, [n].
+            idle: How many rows, the first ones, compute the last token of an idle sequence.
+        """
         s = self._cache.sequences
         starts = s.scheduled[slots]
         known = s.length[slots]
         target = known + s.pending[slots]
         samples = self._samples(slots, starts + counts, target)
+        samples[:idle] = False
         tokens = self._inputs(group, slots, starts, counts, known)
         begins, history = self._begins(group)
         scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
@@ -404,6 +438,9 @@ class Scheduler:
         )
         group.last_step = step_id
         s.last_step[slots] = step_id
+        if idle:
+            group.left_step = step_id  # its result must look at each row
+            group.pool.await_step(step_id)
         group.sent.append(SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step))
         group.steps_total += 1
         self._requests.computed_tokens_total += tokens.size

@@ -73,8 +73,11 @@ class StepResults:
         if errors or sent.step_id <= group.left_step:  # some rows may have ended or been preempted
             live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
-            failing = slots[live & failed].tolist()
+            failing = slots[live & failed & s.running[slots]].tolist()
             good = live & ~failed
+            idle = live & ~s.running[slots]
+            if np.count_nonzero(idle):
+                good &= ~idle | self._idle_tails(sent, idle)
             if again:
                 self._keep_prefill(slots, counts, live & np.isin(slots, list(again)))
             sampled = good[sent.samples]
@@ -104,6 +107,16 @@ class StepResults:
                 self._deadlines.set(self._clock.now_us + 1000 * min(again[slot], AGAIN_MS_MAX), request.id, TRIAL)
             else:
                 self._finisher.end(request, "fail", "failed", errors[slot])
+
+    def _idle_tails(self, sent: SentStep, idle: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return which rows of idle sequences have computed what is still their last token: [rows].
+
+        A sequence that was cut off or lost its KV meanwhile no longer has this token scheduled.
+        """
+        s, slots = self._cache.sequences, sent.slots
+        self._admission.rows.run[slots[idle]] = 0
+        counts: npt.NDArray[np.bool_] = idle & (s.scheduled[slots] == sent.message.starts + sent.counts)
+        return counts
 
     def _keep_prefill(self, slots: Slots, counts: Slots, put_off: npt.NDArray[np.bool_]) -> None:
         """Keep the KV of rows that only lack a token; the last token is computed again."""

@@ -168,8 +168,12 @@ def test_unknown_dtype_and_too_little_memory() -> None:
     assert geometry().blocks_for(8) == 1
 
 
+@pytest.mark.parametrize("sliced_max", [0, 16])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_copies_move_the_named_slots_only(kv_dtype: str, cpu: Device) -> None:
+def test_copies_move_the_named_slots_only(
+    kv_dtype: str, sliced_max: int, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvforge.worker.attention.pool.SLICED_COPIES_MAX", sliced_max)
     pool = KvPool(geometry(layers=2, kv_heads=2, head_size=3, block_size=4, kv_dtype=kv_dtype), 6, cpu)
     for index, cache in enumerate(pool.tensors()):
         values = torch.arange(cache.numel()).view(cache.shape) + 1000 * index
