@@ -138,7 +138,8 @@ def _latents(tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:
     heads, rotated, table = 3, HEAD_SIZE - PLAIN, decoder.rotary[0]
     parts = random(heads, PLAIN + VALUE, LATENT)
     keys, values = parts[:, :PLAIN], parts[:, PLAIN:]
-    latent = LatentAttention(None, None, Norm(random(LATENT), 1e-6), keys, values.transpose(1, 2), rotated)
+    norm = Norm(random(LATENT), 1e-6)
+    latent = LatentAttention(None, None, norm, keys, values.transpose(1, 2), parts.flatten(0, 1), rotated)
     projected = Projection(random(heads * HEAD_SIZE + LATENT + rotated, HIDDEN), None)
     layer = replace(decoder.layers[0], heads=heads, projected=projected, latent=latent)
     decoder.layers = (layer,)

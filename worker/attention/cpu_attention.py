@@ -14,6 +14,7 @@ from kvforge.worker.cpu.kv_write import write_rotated
 from kvforge.worker.cpu.vector import CODES
 
 from .batch import IntArray, PagedBatch
+from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import is_quantised
 from .reference import ReferenceAttention
@@ -47,6 +48,8 @@ class Plan:
 
 class CpuAttention:
     """Attention on CPU kernels; see PagedAttention. Supports every head, block and group size and KV dtype."""
+
+    expanded_spaces: ExpandedSpaces | None = None
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()

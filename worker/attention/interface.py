@@ -20,6 +20,7 @@ import torch
 from kvforge.protocol.errors import InvalidRequest
 
 from .batch import PagedBatch
+from .expanded_space import ExpandedSpaces
 from .quantised import is_quantised
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -86,7 +87,14 @@ class KvLayer:
 
 
 class PagedAttention(Protocol):
-    """An implementation of paged attention. In a step `write` precedes `attend`; both check their arguments first."""
+    """An implementation of paged attention. In a step `write` precedes `attend`; both check their arguments first.
+
+    Attributes:
+        expanded_spaces: Memory for prompt tokens of layers with latents, which then read keys and values that are
+            expanded from the latents (see `expanded`); None: all tokens read latents.
+    """
+
+    expanded_spaces: ExpandedSpaces | None
 
     def describe(
         self,

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .batch import IntArray, PagedBatch
+from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import as_bytes, dequantise, quantise
 
@@ -59,6 +60,8 @@ class _Tile:
 
 class ReferenceAttention:
     """Attention in plain torch; see PagedAttention. Supports every device, head size, block size and group size."""
+
+    expanded_spaces: ExpandedSpaces | None = None
 
     def describe(self, *_: Any, **__: Any) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""

@@ -26,6 +26,7 @@ from kvforge.worker.device.targets import current_target
 from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
+from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .latent_decode import LatentWorkspace, latent_decode, latent_planner, latent_problem
 from .latent_plan import LatentPlanner
@@ -34,7 +35,7 @@ from .latent_write import write_latents
 from .plan_items import FIELDS
 from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
-from .prefill_plan import hopper_problem, plan_prefill, prefill_shape
+from .prefill_plan import gluon_problem, hopper_problem, plan_prefill, prefill_shape
 from .quantised import is_quantised
 from .reference import PLAIN, ReferenceAttention, rotate
 from .write import write_kv
@@ -84,6 +85,9 @@ class TritonAttention:
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._latent_workspaces: dict[tuple[int, int], list[LatentWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
+        # Where the prefill kernel for K and V is that of Hopper, which outweighs the expansion.
+        expands = self._target.hopper and not gluon_problem()
+        self.expanded_spaces = ExpandedSpaces(device.torch_device) if expands else None
 
     def describe(
         self,

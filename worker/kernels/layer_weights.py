@@ -205,6 +205,7 @@ class LatentAttention:
         latent_norm: Norm of a token's latent before it is stored; None: none.
         absorb: [heads, numbers of a query without rotation, latent], any strides.
         expand: [heads, latent, numbers of a value], any strides.
+        expansion: [heads x (numbers of a query without rotation + of a value), latent], contiguous: both, by head.
         rotated: Numbers of a rotary key, behind those without rotation in each query.
     """
 
@@ -213,12 +214,18 @@ class LatentAttention:
     latent_norm: Norm | None
     absorb: torch.Tensor
     expand: torch.Tensor
+    expansion: torch.Tensor
     rotated: int
 
     @property
     def size(self) -> int:
         """Numbers of a latent."""
         return self.absorb.shape[2]
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether a value has a place in the memory of a key."""
+        return self.expand.shape[2] <= self.absorb.shape[1] + self.rotated
 
     @property
     def width(self) -> int:

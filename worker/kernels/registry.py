@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvforge.worker.attention import PagedAttention, ReferenceAttention
+from kvforge.worker.attention.expanded_space import EXPANDED_HEADS_MAX
 from kvforge.worker.attention.quantised import dequantise
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.selftest import self_test as attention_test
@@ -119,15 +120,29 @@ def check_kernels(serving: Serving) -> None:
 
 
 def _attention(serving: Serving) -> None:
-    attention_test(
-        serving.attention,
-        serving.device,
-        serving.shapes,
-        dtype=serving.dtype,
-        kv_dtype=serving.kv_dtype,
-        block_size=serving.block_size,
-        remembered_in=serving.remembered_in,
-    )
+    for shapes, kv_dtype in ((serving.shapes, serving.kv_dtype), (expanded_shapes(serving), serving.dtype)):
+        attention_test(
+            serving.attention,
+            serving.device,
+            shapes,
+            dtype=serving.dtype,
+            kv_dtype=kv_dtype,
+            block_size=serving.block_size,
+            remembered_in=serving.remembered_in,
+        )
+
+
+def expanded_shapes(serving: Serving) -> tuple[AttentionShape, ...]:
+    """Return the shapes of attention over keys and values that are expanded from latents (`attention.expanded`)."""
+    layers = serving.fused.layers if serving.fused is not None and serving.attention.expanded_spaces is not None else ()
+    found: dict[AttentionShape, None] = {}
+    for layer in layers:
+        if layer.latent is None or not layer.latent.is_expandable:
+            continue
+        for heads in {min(layer.heads, EXPANDED_HEADS_MAX), layer.heads % EXPANDED_HEADS_MAX or EXPANDED_HEADS_MAX}:
+            if heads <= layer.heads:
+                found[AttentionShape(heads, heads, layer.head_size, layer.options)] = None
+    return tuple(found)
 
 
 def _layers(serving: Serving) -> None:

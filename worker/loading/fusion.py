@@ -203,7 +203,7 @@ def _fuse_latent_layer(
     packer: WeightPacker | None,
 ) -> FusedLayer:
     attention, names = layer.self_attn, latent.names
-    absorb, expand = absorbed(attention, latent)
+    absorb, expand, expansion = absorbed(attention, latent)
     queries = getattr(attention, names.query if latent.query_norm is None else names.query_up)
     order = latent.order_of_queries(queries.out_features)
     query = None if latent.query_norm is None else _join(attention, (names.query_up,), packer, (order,))
@@ -223,7 +223,7 @@ def _fuse_latent_layer(
         attended_norm=found.attended_norm,
         fed_norm=found.fed_norm,
         residual_scale=parts.residual_scale,
-        latent=LatentAttention(query, latent.query_norm, latent.latent_norm, absorb, expand, latent.rotated),
+        latent=LatentAttention(query, latent.query_norm, latent.latent_norm, absorb, expand, expansion, latent.rotated),
     )
 
 

@@ -104,15 +104,15 @@ def _norm(attention: Any, name: str, size: int) -> Norm | None:
 
 
 @torch.no_grad()
-def absorbed(attention: Any, parts: LatentParts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `absorb` [heads, plain, latent] and `expand` [heads, latent, value] of a `LatentAttention`.
+def absorbed(attention: Any, parts: LatentParts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `absorb`, `expand` and `expansion` of a `LatentAttention`.
 
     They are views of the expansion's weight; of one in codes they are views of its numbers.
     """
-    expansion = getattr(attention, parts.names.expansion)
-    weight = expansion.weight
-    if isinstance(expansion, PackedRows):
+    projection = getattr(attention, parts.names.expansion)
+    weight = projection.weight
+    if isinstance(projection, PackedRows):
         weight = weight.contiguous()
-    by_head = weight.detach().unflatten(0, (-1, parts.plain + parts.value))
-    keys, values = by_head.split((parts.plain, parts.value), dim=1)
-    return keys, values.transpose(1, 2)
+    expansion = weight.detach()
+    keys, values = expansion.unflatten(0, (-1, parts.plain + parts.value)).split((parts.plain, parts.value), dim=1)
+    return keys, values.transpose(1, 2), expansion

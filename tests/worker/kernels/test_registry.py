@@ -24,6 +24,7 @@ from kvforge import worker
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 from kvforge.protocol.messages import WorkerWelcome
 from kvforge.worker.attention import AttentionOptions, choose_attention, selftest
+from kvforge.worker.attention.expanded_space import ExpandedSpaces
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.config import WorkerConfig
@@ -247,6 +248,23 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
 def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) -> None:
     started = serving(model_type)
     registry.check_kernels(replace(started, shapes=(*started.shapes, *SHAPES_OF_LATENTS[:1])))
+
+
+@runs_kernels
+def test_attention_over_expanded_keys_is_checked_where_it_runs(serving: Callable[[str], Serving]) -> None:
+    started = serving("deepseek_v3")
+    asked: list[tuple[tuple[AttentionShape, ...], torch.dtype]] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            registry, "attention_test", lambda *given, kv_dtype, **_: asked.append((tuple(given[2]), kv_dtype))
+        )
+        for spaces in (None, ExpandedSpaces(DEVICE.torch_device)):
+            patched.setattr(started.attention, "expanded_spaces", spaces, raising=False)
+            registry._attention(replace(started, kv_dtype=torch.int8))
+    heads = SHAPE["num_attention_heads"]
+    expanded = tuple((each.heads, each.kv_heads, each.head_size, each.latent) for each in asked[3][0])
+    assert expanded == ((heads, heads, 112, 0),) and asked[3][1] == started.dtype
+    assert asked[1] == ((), started.dtype) and asked[0] == asked[2] == (started.shapes, torch.int8)
 
 
 @pytest.mark.skipif(bool(CPU.cpu_kernels_problem), reason=CPU.cpu_kernels_problem)
