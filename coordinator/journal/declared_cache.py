@@ -63,6 +63,7 @@ class SavedBlocks(Saved):
     touch: I64
     since_us: I64
     external: dict[int, dict[str, int]]
+    kind: I8 | None = None
 
 
 class SavedStore(Saved):
@@ -259,3 +260,4 @@ class SavedCache(Saved):
     largest_pool: int
     past_steps_total: int
     evicted_sequences_total: int
+    state_blocks: int = 0

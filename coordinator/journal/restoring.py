@@ -239,7 +239,7 @@ class _Restoring:
         cache.residency.evicted_total = saved.evicted_sequences_total
 
     def _group(self, saved: c.SavedGroup) -> Group:
-        pool = self._pool(saved.pool, self._index(saved.index), saved.epoch)
+        pool = self._pool(saved.pool, self._index(saved.index), saved.epoch, saved.state_blocks > 0)
         ready = WorkerReady(
             rid=0,
             model=saved.model,
@@ -270,7 +270,7 @@ class _Restoring:
         values |= {name: getattr(saved, name) for name in ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant")}
         return SentStep(**values, message=message)
 
-    def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int) -> BlockPool:
+    def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int, stateful: bool) -> BlockPool:
         cache, fields = self._machine.cache, self._fields
         if not 0 <= saved.base <= saved.base + saved.count <= cache.blocks.state.size:
             raise ValueError(f"a pool of blocks {saved.base} to {saved.base + saved.count}")
@@ -279,7 +279,7 @@ class _Restoring:
             zeroing = fields.restore(Zeroing(saved.base, saved.count), saved.zeroing, "_owed")
             zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
         made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
-        pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing)
+        pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing, stateful)
         fields.restore(pool, saved, "lru", "quarantine", "zeroing")
         number: Array = get_args(I64)[1]
         pool._lru = {

@@ -122,20 +122,20 @@ def run_crowded(seed: int) -> Outcome:
 def run_of(name: str, seed: int) -> Outcome:
     """The world in which a planted fault is looked for."""
     if name in WITHOUT_TALKS:
-        settings = replace(drawn(seed)[0], kinds=False, scores=True)
+        settings = replace(drawn(seed, states=0.0)[0], kinds=False, scores=True)
         drawer = ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
         return play(seed, settings, drawer.actions(), EVENTS, check_every=4)
-    return run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4)
+    return run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4, states=0.0)
 
 
 def run_mortal(seed: int, name: str) -> Outcome:
     """Run a seed's world with deaths of the coordinator, even if its settings have none, and as it was first drawn.
 
-    It has no conversations and no log-probabilities of prompts, so that the seeds in LIKELY stay likely.
+    It has no conversations, no states and no log-probabilities of prompts, so that the seeds in LIKELY stay likely.
 
     For a fault of ranks, some workers have several.
     """
-    settings = replace(drawn(seed)[0], kinds=False, ranks=(), scores=False)
+    settings = replace(drawn(seed, states=0.0)[0], kinds=False, ranks=(), scores=False)
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
     drawer = ActionDrawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))

@@ -43,6 +43,7 @@ class Checker:
         assert machine.cache.blocks.state.itemsize == 1
         self._flying: dict[int, deque[tuple[int, array[int]]]] = {}
         self._payers: dict[int, set[str]] = {}
+        self._stateful = machine.limits.bounds.state_blocks_max > 1
         self._writers = Writers(machine) if machine.limits.cache.zero_on_tenant_change else None
 
     def goes_on(self, before: Checker) -> None:
@@ -67,6 +68,9 @@ class Checker:
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         holders = [0] * self._blocks
         for row, used in zip(s.table.tolist(), s.used.tolist(), strict=True):
+            for block in row[:used]:
+                holders[block] += 1
+        for row, used in zip(s.states.tolist(), s.state_used.tolist(), strict=True) if self._stateful else ():
             for block in row[:used]:
                 holders[block] += 1
         for block, names in blocks.external.items():
@@ -121,6 +125,10 @@ class Checker:
             end = -(-(start + count) // s.block_size)
             touched += row[:end]
             written += row[start // s.block_size : end]
+        if self._stateful:
+            states = s.states[step.slots][:, : group.state_blocks].reshape(-1).tolist()
+            touched += states
+            written += states
         holders = blocks.refcount[written].tolist()
         assert holders.count(1) == len(holders), f"step {step.step_id} writes a shared block"
         assert not _some(blocks.indexed[written]), f"step {step.step_id} writes an indexed block"
@@ -157,6 +165,12 @@ class Checker:
         rows = zip(tables.block_table.tolist(), s.table.tolist(), used, strict=True)
         wrong = [slot for slot, (stored, row, width) in enumerate(rows) if stored[:width] != row[:width]]
         assert not wrong, f"row {wrong[0]} is published with wrong blocks"
+        if self._stateful:
+            held = s.state_used.tolist()
+            assert tables.row_states.tolist() == held, "a count of state blocks is not published"
+            for slot, width in enumerate(held):
+                stored = tables.state_table[slot, :width].tolist()
+                assert stored == s.states[slot, :width].tolist(), f"row {slot} is published with wrong state blocks"
         assert tables.block_refcount.tolist() == blocks.refcount.tolist(), "a reference count is not published"
         stored, known = tables.block_generation.tolist(), blocks.generation.tolist()
         if stored != known:  # a new table has no data about lost pools

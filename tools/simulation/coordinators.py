@@ -343,7 +343,8 @@ class SimulatedCoordinator:
         keep: int | None = None,
     ) -> None:
         """End a request and check the reason."""
-        if event == "fail" and isinstance(error, CapacityExceeded):
+        early = self._ledger.requests[request.id].early and request.slot == NO_SLOT  # when the model became known
+        if event == "fail" and isinstance(error, CapacityExceeded) and not early:
             self._progress.hopeless(request)
             self._ledger.hopeless.add(request.id)
         if error is not None:

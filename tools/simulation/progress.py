@@ -128,7 +128,8 @@ class Progress:
             stay = stay | {
                 t for t in np.flatnonzero(s.pool == group.number).tolist() if s.owned[t] and not s.request[t]
             }
-        kept = {block for slot in stay for block in s.blocks_of(slot).tolist()} | set(cache.blocks.external)
+        kept = {block for slot in stay for ids in (s.blocks_of(slot), s.states_of(slot)) for block in ids.tolist()}
+        kept |= set(cache.blocks.external)
         owner = cache.blocks.owner
         used = Counter(int(owner[block]) for block in kept if pool.base <= block < pool.base + pool.count)
         floors = {t: int(floor) for t, floor in enumerate(cache.tenants.floor.tolist()) if t != tenant}
@@ -159,7 +160,7 @@ class Progress:
     def _could_start(self, request: Request, group: Group) -> bool:
         """Return whether the request would find room if all rows had ended; otherwise it waits for a client."""
         s = self._machine.cache.sequences
-        needed = s.blocks_for(request.prompt.size + request.tokens.size + 1)
+        needed = s.blocks_for(request.prompt.size + request.tokens.size + 1) + group.state_blocks
         return self._could_have(group, request.tenant, set()) >= needed
 
     def _pass(self, earlier: Request, request: Request) -> None:

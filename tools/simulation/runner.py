@@ -18,7 +18,16 @@ import msgspec
 from tools.simulation.actions import Action, ActionDrawer, text
 from tools.simulation.draws import Draws
 from tools.simulation.replay import OutputDigest
-from tools.simulation.settings import Settings, draw_settings, with_crashes, with_kinds, with_ranks, with_standstills
+from tools.simulation.settings import (
+    STATES_SHARE,
+    Settings,
+    draw_settings,
+    with_crashes,
+    with_kinds,
+    with_ranks,
+    with_standstills,
+    with_states,
+)
 from tools.simulation.shrink import shrink
 from tools.simulation.world import FULL_CHECK_EVERY, World
 
@@ -40,17 +49,18 @@ class Outcome(msgspec.Struct):
     actions: list[Action]
 
 
-def drawn(seed: int) -> tuple[Settings, ActionDrawer]:
-    """Return the settings and the action drawer of a seed."""
+def drawn(seed: int, states: float = STATES_SHARE) -> tuple[Settings, ActionDrawer]:
+    """Return the settings and the action drawer of a seed; `states` is the share of models with a recurrent state."""
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     settings = with_standstills(settings, Random(f"stands/{seed}"))
+    settings = with_states(settings, Random(f"states/{seed}"), states)
     return settings, ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 
-def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Outcome:
-    """Run a seed for about `events` events and to its end."""
-    settings, drawer = drawn(seed)
+def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY, states: float = STATES_SHARE) -> Outcome:
+    """Run a seed for about `events` events and to its end; `states` is as in `drawn`."""
+    settings, drawer = drawn(seed, states)
     return play(seed, settings, drawer.actions(), events, check_every)
 
 

@@ -15,6 +15,7 @@ TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # share of the worlds
+STATES_SHARE = 0.25
 RANKS_SHARE = STANDS_SHARE = 0.3
 
 
@@ -119,7 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             sequences_max=self.sequences_max,
             blocks_max=self.blocks_max,
             blocks_per_sequence_max=self.context_blocks,
-            state_blocks_max=max(1, self.state_blocks),
+            state_blocks_max=1 + self.state_blocks,
             pools_max=self.processes + 1,
             tenants_max=len(TENANTS) + 2,
             queue_max=self.queue_max,
@@ -155,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             blocks_per_sequence=self.context_blocks,
             block_size=self.block_size,
             pools=self.processes + 1,
-            states_per_sequence=max(1, self.state_blocks),
+            states_per_sequence=1 + self.state_blocks,
         )
 
 
@@ -222,6 +223,27 @@ def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHAR
 def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds generated tokens are computed differently from prompts."""
     return msgspec.structs.replace(settings, kinds=random.random() < share)
+
+
+def with_states(settings: Settings, random: Random, share: float = STATES_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds the model keeps a recurrent state, in larger pools."""
+    if random.random() >= share:
+        return settings
+    blocks, chunk = random.choice((1, 1, 2, 3)), random.choice((1, 2, 3, 4, 8))
+    held = blocks * random.randint(1, settings.step_rows_max + 2)
+    ceilings = {
+        tenant: msgspec.structs.replace(quota, ceiling=quota.ceiling + 2 * blocks) if quota.ceiling else quota
+        for tenant, quota in settings.quotas.items()
+    }
+    return msgspec.structs.replace(
+        settings,
+        kinds=True,
+        state_blocks=blocks,
+        prompt_chunk=chunk,
+        step_tokens_max=max(settings.step_tokens_max, chunk),
+        workers=tuple(count + held for count in settings.workers),
+        quotas=ceilings,
+    )
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:

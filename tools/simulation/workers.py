@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
+    GENERATED,
     ErrorInfo,
     Message,
     ModelInfo,
@@ -41,6 +42,7 @@ from tools.simulation.draws import Draws
 from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, Score, choose, fingerprint_of, poison, score_of, tops_of
 from tools.simulation.network import Clock, Connection, SimulatedPeers
 from tools.simulation.settings import Settings
+from tools.simulation.states import EMPTY, StatePage, advanced, state_of
 
 RETRY_US = 3_000
 REBORN_US = 5_000
@@ -74,6 +76,9 @@ class Host(Protocol):
     def kept_pool(self, name: str, epoch: int) -> bool:
         """Return whether the coordinator knows this pool and still waits for its worker."""
 
+    def has_pool(self, epoch: int) -> bool:
+        """Return whether the coordinator has the pool of this epoch."""
+
     def met(self, name: str, epoch: int, meeting: str) -> None:
         """Record that a rank has a pool of this epoch, after a rendezvous of this name."""
 
@@ -90,6 +95,8 @@ class Host(Protocol):
 class KvMemory:
     """Blocks of (token, position) cells, garbage at first; block ids are global, from `base` on.
 
+    A block may hold a part of a recurrent state instead (`states`); writing the one destroys the other.
+
     Uses lists, because numpy takes longer for a few dozen cells.
     """
 
@@ -98,6 +105,7 @@ class KvMemory:
         cells = blocks * block_size
         self._tokens = [random.randrange(1 << 16) for _ in range(cells)]
         self._positions = [-1] * cells
+        self._states: dict[int, StatePage] = {}
 
     def copy(self, triples: npt.NDArray[np.int32]) -> None:
         """Copy leading cells of blocks: all reads before all writes, as a device may do it."""
@@ -111,10 +119,13 @@ class KvMemory:
                 raise Violation(f"a copy of {count} tokens in blocks of {size}")
             start = self._cell(source)
             cells = slice(start, start + count)
-            read.append((self._cell(target), count, self._tokens[cells], self._positions[cells]))
-        for start, count, tokens, positions in read:
+            page = self._states.get(source) if count == size else None
+            read.append((target, count, self._tokens[cells], self._positions[cells], page))
+        for target, count, tokens, positions, page in read:
+            start = self._cell(target)
             self._tokens[start : start + count] = tokens
             self._positions[start : start + count] = positions
+            self._put(target, page)
 
     def zero(self, blocks: npt.NDArray[np.int32]) -> None:
         """Clear the blocks, so that a later read of old contents is noticed."""
@@ -122,6 +133,28 @@ class KvMemory:
             start = self._cell(block)
             self._tokens[start : start + self.block_size] = [0] * self.block_size
             self._positions[start : start + self.block_size] = [-1] * self.block_size
+            self._put(block, None)
+
+    def _put(self, block: int, page: StatePage | None) -> None:
+        if page is None:
+            self._states.pop(block, None)
+        else:
+            self._states[block] = page
+
+    def states(self, blocks: list[int]) -> list[StatePage | None]:
+        """Return what the blocks hold of a state."""
+        return [self._states.get(block) for block in blocks]
+
+    def write_states(self, rows: list[list[int]], contents: list[tuple[int, int]]) -> None:
+        """Write the state of each row, (tokens, state), to its blocks; no block may be written twice."""
+        blocks = [block for row in rows for block in row]
+        if len(set(blocks)) != len(blocks):
+            raise Violation("two rows of a step write the same block of a state")
+        for row, (tokens, state) in zip(rows, contents, strict=True):
+            for number, block in enumerate(row):
+                start = self._cell(block)
+                self._positions[start : start + self.block_size] = [-1] * self.block_size
+                self._states[block] = StatePage(tokens, state, number)
 
     def _cell(self, block: int) -> int:
         if not self.base <= block < self.base + self.blocks:
@@ -142,6 +175,8 @@ class KvMemory:
         ]
         if len({cell for cell, _ in at}) != len(at):
             raise Violation("two rows of a step write the same cell")
+        for cell, _ in at if self._states else ():
+            self._states.pop(self.base + cell // self.block_size, None)
         for (cell, position), token in zip(at, tokens, strict=True):
             self._tokens[cell] = token
             self._positions[cell] = position
@@ -358,6 +393,7 @@ class SimulatedWorker:
             eos_tokens=settings.eos,
         )
         pool: dict[str, Any] = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
+        pool |= {"state_blocks": settings.state_blocks, "prompt_chunk": settings.prompt_chunk}
         self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -406,10 +442,13 @@ class SimulatedWorker:
         self._work()
 
     def _unknown(self) -> bool:
-        """Return whether the running coordinator does not know this worker, so that its results may not count."""
+        """Return whether the running coordinator does not know this worker, so that its results may not count.
+
+        A worker that lost its connection may have been given up: its rows are then those of other pools.
+        """
         connection = self.connection
         if connection is None or not self._peers.serves(connection):
-            return False
+            return not self._host.has_pool(self._epoch)
         return self._peers.number(connection.identity) is None
 
     def _garbled(self, result: StepResult) -> StepResult:
@@ -449,9 +488,12 @@ class SimulatedWorker:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         table, _, _ = self._reader.rows(step.slots, -(-max(ends) // size))
         rows: list[list[int]] = table.tolist()
-        memory.write(zip(rows, starts, ends, strict=True), self._resolved(step))
+        tokens = self._resolved(step)
+        memory.write(zip(rows, starts, ends, strict=True), tokens)
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
         found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
+        if self._host.settings.state_blocks:
+            self._advance_states(step, tokens, found, counting)
         bad = poison(self._host.settings.vocabulary)
         poisons = [tokens.count(bad) for tokens in found]
         if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
@@ -459,6 +501,35 @@ class SimulatedWorker:
         fingerprints = list(map(fingerprint_of, found))
         result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
         return self._scored(step, found, result) if step.scored.size else result
+
+    def _advance_states(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
+        """Advance the states of all rows, which must be those of the tokens that the rows attend to."""
+        assert self._reader is not None
+        settings, memory = self._host.settings, self._memory
+        rows: list[list[int]] = self._reader.states(step.slots, settings.state_blocks).tolist()
+        contents, first = [], 0
+        for i, (start, count) in enumerate(zip(step.starts.tolist(), step.counts.tolist(), strict=True)):
+            own, first = tokens[first : first + count], first + count
+            pages = memory.states(rows[i]) if start else []
+            before = pages[0].state if pages and pages[0] is not None else EMPTY
+            after = advanced(before, own, start, settings.prompt_chunk)
+            if counting[i]:
+                self._check_state(pages, found[i], start, settings.prompt_chunk)
+                self._check_row(own, found[i], after, settings.prompt_chunk)
+            contents.append((start + count, after))
+        memory.write_states(rows, contents)
+
+    def _check_state(self, pages: list[StatePage | None], text: list[int], start: int, chunk: int) -> None:
+        state = state_of(tuple(text[:start]), chunk)
+        due: list[StatePage | None] = [StatePage(start, state, number) for number in range(len(pages))]
+        if pages != due:
+            raise Violation(f"{self.name}: a row starts at {start} with a state of {pages}, not {due}")
+
+    def _check_row(self, own: list[int], text: list[int], after: int, chunk: int) -> None:
+        if len({token >= GENERATED for token in own}) > 1 or (own[0] >= GENERATED and len(own) > 1):
+            raise Violation(f"{self.name}: a row with tokens of both kinds, or with several generated ones: {own}")
+        if after != state_of(tuple(text), chunk):
+            raise Violation(f"{self.name}: a prompt was cut elsewhere than at multiples of {chunk}: up to {len(text)}")
 
     def _scored(self, step: Step, found: list[list[int]], result: StepResult) -> StepResult:
         """Add the log-probabilities of prompt tokens, computed from the contents of the memory."""

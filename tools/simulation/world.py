@@ -187,6 +187,10 @@ class World:
         """Return whether a dead coordinator knew this pool and the current one still waits for its worker."""
         return self.steady_us < self._pools.get((name, epoch), 0)
 
+    def has_pool(self, epoch: int) -> bool:
+        """Return whether the coordinator has the pool of this epoch."""
+        return any(group.epoch == epoch for group in self.coordinator.machine.cache.groups.values())
+
     def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
         """Return the live ranks of the worker's rendezvous."""
         return [

@@ -12,7 +12,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from ..clock import Clock
 from ..waits import Waits, blocks_of
-from .blocks import CACHED, FREE, QUARANTINED, REFERENCED, BlockIds, Blocks
+from .blocks import CACHED, FREE, KV, QUARANTINED, REFERENCED, BlockIds, Blocks
 from .hashing import Hashes
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
@@ -26,6 +26,7 @@ class BlockPool:
     Attributes:
         index: The prefix index of the pool.
         zeroing: Blocks to zero before reuse; None if blocks are not zeroed when the tenant changes.
+        stateful: The model keeps a recurrent state: blocks are of several kinds.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class BlockPool:
         base: int,
         count: int,
         zeroing: Zeroing | None = None,
+        stateful: bool = False,
     ) -> None:
         self._clock, self.blocks, self.index, self._waits = clock, blocks, index, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
-        self._tenants, self.zeroing = tenants, zeroing
+        self._tenants, self.zeroing, self.stateful = tenants, zeroing, stateful
         self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
         self.free = count
         self.quarantined = 0
@@ -311,6 +313,8 @@ class BlockPool:
             for tenant in sorted(set(owners.tolist())):
                 self._charge(tenant, -int(np.count_nonzero(owners == tenant)))
         blocks.owner[ids] = 0
+        if self.stateful:
+            blocks.kind[ids] = KV
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size
         self.freed_total += ids.size
@@ -404,6 +408,7 @@ class BlockPool:
         owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
         assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
+        assert not blocks.kind[listed].any() and (self.stateful or not blocks.kind[ids].any()), "kinds of blocks"
         assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
 
 

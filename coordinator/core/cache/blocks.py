@@ -9,6 +9,9 @@ A block is in exactly one state:
 
 The reference count is the number of holders: sequences with the block in their table, plus named external holders.
 The generation is bumped when a block gives up its content, which invalidates older references to the block.
+
+A block in use is of one kind: it holds the KV of tokens, a part of a sequence's recurrent state, or a part of a
+checkpoint of such a state. Free blocks count as KV.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import numpy.typing as npt
 
 FREE, REFERENCED, QUARANTINED, CACHED = range(4)
 STATE_NAMES = ("free", "referenced", "quarantined", "cached")
+KV, RECURRENT, CHECKPOINT = range(3)
+KIND_NAMES = ("kv", "state", "checkpoint")
 
 BlockIds = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.zeros(0, np.int64)
@@ -32,6 +37,7 @@ class Blocks:
         self.generation = np.full(blocks_max, first_generation, np.int32)
         self.owner = np.zeros(blocks_max, np.int32)
         self.state = np.zeros(blocks_max, np.int8)
+        self.kind = np.zeros(blocks_max, np.int8)
         self.indexed = np.zeros(blocks_max, np.bool_)
         self.touch = np.zeros(blocks_max, np.int64)
         self.since_us = np.zeros(blocks_max, np.int64)

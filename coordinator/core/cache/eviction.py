@@ -62,7 +62,7 @@ class Eviction:
             if trial.has(tenant, count, spare):
                 break
             taken.append(slot)
-            for block in s.blocks_of(slot).tolist():
+            for block in [*s.blocks_of(slot).tolist(), *s.states_of(slot).tolist()]:
                 left = counts.get(block, int(blocks.refcount[block])) - 1
                 counts[block] = left
                 if left == 0 and blocks.touch[block] <= pool.done_step and block not in kept:
@@ -84,6 +84,8 @@ class Eviction:
         slots = np.flatnonzero(ends)
         columns = np.arange(int(s.used[slots].max(initial=0)))
         cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
+        if pool.stateful:
+            cells = np.concatenate([cells, *(s.states_of(slot) for slot in slots.tolist())])
         given = np.bincount(cells - pool.base, minlength=pool.count)
         region = slice(pool.base, pool.base + pool.count)
         held = blocks.refcount[region] > given

@@ -137,7 +137,8 @@ class Group:
         self.others: tuple[int, ...] = ()
         self.pool, self.index, self.model = pool, pool.index, ready.model
         self.bytes_per_block, self.kv_dtype, self.wants_kinds = ready.bytes_per_block, ready.kv_dtype, ready.wants_kinds
-        self.state_blocks, self.prompt_chunk = ready.state_blocks, ready.prompt_chunk
+        self.state_blocks = ready.state_blocks
+        self.prompt_chunk = ready.prompt_chunk if ready.state_blocks else 1
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .blocks import RECURRENT
 from .kv_cache_manager import KVCacheManager
 from .sequences import unmarked
 
@@ -24,6 +25,12 @@ def check_cache(cache: KVCacheManager) -> None:
             pool = cache.groups[int(s.pool[slot])].pool
             assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a table names a block of another pool"
         holders[ids] += 1
+        states = s.states_of(slot)
+        if s.pool[slot] >= 0:
+            assert states.size == cache.groups[int(s.pool[slot])].state_blocks, "state blocks disagree with the model"
+        assert (blocks.kind[states] == RECURRENT).all() and not blocks.kind[ids].any(), "a block of another kind"
+        assert (blocks.refcount[states] == 1).all() and not blocks.indexed[states].any(), "a state is shared"
+        holders[states] += 1
         _check_hashed(cache, slot)
     for block, names in blocks.external.items():
         holders[block] += len(names)

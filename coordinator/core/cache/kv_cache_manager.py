@@ -45,6 +45,7 @@ class KVCacheManager:
         model: The model that the workers serve; None before the first worker is ready.
         vocab_size: Its vocabulary size, or VOCABULARY_UNKNOWN.
         largest_pool: Blocks of the largest pool so far, including those of absent workers, which may return.
+        state_blocks: Blocks of a sequence's recurrent state in that pool.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KVCacheManager:
         self._epochs = 0
         self.model: ModelInfo | None = None
         self.vocab_size = VOCABULARY_UNKNOWN
-        self.largest_pool = 0
+        self.largest_pool = self.state_blocks = 0
         self.past_steps_total = 0  # steps of workers that are gone
         placed = (self.sequences, self.blocks, self.groups)
         self.residency = Residency(clock, limits, *placed, self.indexing, self.eviction, self.waits)
@@ -95,13 +96,15 @@ class KVCacheManager:
         self._epochs += 1
         index = PrefixCache(self.store, self.blocks, self.waits, self.hasher)
         zeroing = Zeroing(base, blocks) if self.limits.cache.zero_on_tenant_change else None
-        pool = BlockPool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks, zeroing)
+        parts, stateful = (self.clock, self.blocks, self.tenants, self.waits, index), ready.state_blocks > 0
+        pool = BlockPool(*parts, self._epochs, base, blocks, zeroing, stateful)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         if self.store.changed is not None:
             self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
-        self.largest_pool = max(self.largest_pool, blocks)
+        if blocks - ready.state_blocks > self.largest_pool - self.state_blocks:
+            self.largest_pool, self.state_blocks = blocks, ready.state_blocks
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
         self.indexing.kinds |= ready.wants_kinds  # one index serves all workers, so kinds then differ for all
         self.blocks.changed.append(np.arange(base, base + blocks))
@@ -122,7 +125,7 @@ class KVCacheManager:
         self.tenants.past_byte_seconds += pool.block_us_each() * (group.bytes_per_block / 1e6)
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
-        blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
+        blocks.state[ids] = blocks.kind[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
         blocks.indexed[ids] = False
         if self.store.changed is not None:
             self.store.changed.pool(group.number, pool.base, pool.count, gone=True)

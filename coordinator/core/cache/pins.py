@@ -22,7 +22,7 @@ from kvforge.protocol.errors import (
 )
 
 from ..clock import Clock
-from .blocks import FREE, QUARANTINED, Blocks
+from .blocks import FREE, KV, QUARANTINED, Blocks
 from .groups import Group
 from .tenants import Tenants
 
@@ -55,7 +55,7 @@ class Pins:
             tenant: The holder's tenant, 0 for a new one.
 
         Raises:
-            InvalidRequest: The name is empty, too long, or not printable.
+            InvalidRequest: The name is empty, too long, or not printable, or the block holds no KV.
             StaleGeneration: The block has another generation.
             BlockNotHeld: The block's content is lost.
             AlreadyHolder: The tenant's holder of this name already holds the block.
@@ -65,6 +65,9 @@ class Pins:
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
             raise InvalidRequest("holder", f"must be 1 to {NAME_LENGTH_MAX} printable characters")
         self.check_generation(block, generation)
+        if blocks.kind[block] != KV:
+            problem = f"{block} holds a part of a recurrent state: only blocks with KV can be held"
+            raise InvalidRequest("block_id", problem)
         state = int(blocks.state[block])
         if state == FREE or (state == QUARANTINED and not blocks.indexed[block]):
             raise BlockNotHeld(block)

@@ -16,7 +16,7 @@ class Placement:
     Attributes:
         hits: Cached blocks to share, [n] int64.
         partial: The block to copy leading tokens from, and how many; 0 for no copy.
-        needed: Blocks to allocate.
+        needed: Blocks to allocate, those of a recurrent state included.
         donor: The slot of the kept sequence that the shared blocks belong to, which must stay; NO_DONOR for none.
         otherwise: The plan for when there is no room beside the donor.
     """

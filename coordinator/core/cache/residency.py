@@ -15,7 +15,7 @@ from kvforge.protocol.errors import CapacityExceeded
 from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
-from .blocks import NO_BLOCKS, BlockIds, Blocks
+from .blocks import NO_BLOCKS, RECURRENT, BlockIds, Blocks
 from .eviction import Eviction
 from .groups import Group
 from .hashing import Hashes
@@ -23,6 +23,7 @@ from .indexing import Indexing
 from .placement import NO_DONOR, Placement
 from .prefix_cache import root_key
 from .sequences import NO_POOL, Sequences, Slots, Tokens
+from .states import is_cut
 from .supply import NO_SPARE, Spare
 
 
@@ -60,6 +61,8 @@ class Residency:
             hashes: The hashes of their full blocks.
             shared_max: How many leading tokens may come from cached blocks; None: all but the last.
         """
+        if group.state_blocks:
+            return Placement(group, NO_BLOCKS, (-1, 0), self._sequences.blocks_for(tokens.size) + group.state_blocks)
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)[: most // size]
@@ -119,6 +122,8 @@ class Residency:
         block, common = placement.partial
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
+        if group.state_blocks:
+            fresh = self._give_state(group, slot, fresh)
         if common:
             group.copy_block(block, int(fresh[0]), common)
             pool.release(np.array([block], np.int64), group.next_step)
@@ -134,6 +139,15 @@ class Residency:
             pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
 
+    def _give_state(self, group: Group, slot: int, fresh: BlockIds) -> BlockIds:
+        """Use the last of the fresh blocks for the sequence's recurrent state. Return the others."""
+        s, kv = self._sequences, fresh.size - group.state_blocks
+        s.states[slot, : group.state_blocks] = fresh[kv:]
+        s.state_used[slot] = group.state_blocks
+        self._blocks.kind[fresh[kv:]] = RECURRENT
+        s.changed_states.append(slot)
+        return fresh[:kv]
+
     def release_kv(self, slot: int) -> int:
         """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
         s = self._sequences
@@ -143,6 +157,8 @@ class Residency:
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # index what it filled, so that it can be reused
             self._indexing.filled_by(group, slot)
         dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
+        if s.state_used[slot]:
+            dead += group.release(s.states_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
             self._waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.done_step:
@@ -163,6 +179,9 @@ class Residency:
         s.hashed[slots] = s.parent[slots] = 0
         s.chain[slots] = 0
         s.pool[slots] = NO_POOL
+        if np.count_nonzero(s.state_used[slots]):
+            s.changed_states.extend(slots[s.state_used[slots] > 0].tolist())
+            s.state_used[slots] = 0
         s.changed_rows.append(slots)
 
     def remove(self, slot: int) -> int:
@@ -171,6 +190,19 @@ class Residency:
         dead = self.release_kv(slot)
         s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
+
+    def must_move(self, slot: int) -> bool:
+        """Return whether a resident sequence cannot continue with its recurrent state.
+
+        The last token must be computed again to continue, or tokens were appended to a prompt whose chunks then end
+        elsewhere.
+        """
+        s = self._sequences
+        if s.pool[slot] == NO_POOL or not s.state_used[slot]:
+            return False
+        at, length = int(s.scheduled[slot]), int(s.length[slot])
+        chunk = self._groups[int(s.pool[slot])].prompt_chunk
+        return at >= length or not is_cut(s.tokens[slot, :length], at, chunk)
 
     def rewind(self, slot: int) -> None:
         """Discard the KV of the last token, which must be computed again to continue from it, and unacknowledged KV."""
@@ -196,6 +228,8 @@ class Residency:
     def trim(self, slot: int) -> None:
         """Release blocks reserved for tokens that will not come, and discard unacknowledged KV."""
         s = self._sequences
+        if s.state_used[slot] and s.scheduled[slot] > s.computed[slot]:
+            self.release_kv(slot)  # its state is further
         s.pending[slot] = 0
         s.scheduled[slot] = s.computed[slot]
         keep = s.blocks_for(int(s.length[slot]))
@@ -206,12 +240,15 @@ class Residency:
         self._row_changed(slot)
 
     def fork(self, slot: int) -> int:
-        """Create a sequence that shares the tokens and blocks of `slot`. KV is copied when one side writes."""
+        """Create a sequence that shares the tokens and blocks of `slot`. KV is copied when one side writes.
+
+        If the model keeps a recurrent state, which cannot be shared, only the tokens are.
+        """
         s = self._sequences
         child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot])
         s.extend(child, s.tokens[slot, :length], s.logprobs[slot, :length])
-        if s.pool[slot] != NO_POOL:
+        if s.pool[slot] != NO_POOL and not s.state_used[slot]:
             group, used = self._groups[int(s.pool[slot])], s.blocks_for(length)
             ids = s.table[slot, :used].astype(np.int64)
             group.hold(ids)

@@ -6,7 +6,9 @@ positions [computed, scheduled) and sample `pending` further tokens. A resident 
 ceil((length + pending) / block_size) blocks.
 
 In a pool whose model keeps a recurrent state, a resident sequence also holds `state_used` blocks in `states`, which no
-other sequence shares. They hold the state behind `scheduled` tokens as soon as the steps in flight have ended.
+other sequence shares. They hold the state behind exactly `scheduled` tokens as soon as the steps in flight have ended.
+A state cannot go back: a sequence that loses tokens or unacknowledged KV gives up its blocks, and moves in again when
+needed.
 
 GENERATED is added to the id of a token that was generated here, because some workers compute the KV of such tokens
 differently from that of prompt tokens, also in a recomputation.

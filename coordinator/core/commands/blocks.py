@@ -8,7 +8,7 @@ import numpy as np
 from kvforge.protocol.errors import BlockNotFound
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
-from ..cache.blocks import STATE_NAMES
+from ..cache.blocks import RECURRENT, STATE_NAMES
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.pins import shown
 from ..events import FromClient
@@ -53,7 +53,10 @@ class BlockCommands:
         width = int(s.used.max(initial=0))
         inside = np.arange(width) < s.used[:, None]
         found = []
-        for slot in np.flatnonzero(((s.table[:, :width] == block) & inside).any(axis=1)).tolist():
+        holds = ((s.table[:, :width] == block) & inside).any(axis=1)
+        if blocks.kind[block] == RECURRENT:
+            holds |= (s.states == block).any(axis=1) & (s.state_used > 0)
+        for slot in np.flatnonzero(holds).tolist():
             if tenant and int(s.tenant[slot]) != index:
                 continue
             since = max(int(blocks.since_us[block]), int(s.resident_us[slot]))

@@ -222,13 +222,13 @@ def fits(
         problem = f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
         raise InvalidRequest("max_tokens", problem, **numbers)
     tokens("prompt", prompt, cache.vocab_size)
-    needed = cache.sequences.blocks_for(total)
+    needed = cache.sequences.blocks_for(total) + cache.state_blocks
     largest = cache.largest_pool
     reserved = cache.tenants.reserved_for_others(tenant)
     if largest and needed > largest - reserved:
         held_back = f", {reserved} reserved for other tenants" if reserved else ""
         problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
-        room = max(0, largest - reserved) * cache.sequences.block_size
+        room = max(0, largest - reserved - cache.state_blocks) * cache.sequences.block_size
         raise InvalidRequest("max_tokens", problem, **{**numbers, "context_tokens": room})
     ceiling = int(cache.tenants.ceiling[cache.tenants.peek(tenant)])
     if needed > ceiling:
@@ -281,7 +281,11 @@ def _states(name: str, message: WorkerReady, limits: Limits) -> None:
             f"worker {name!r} computes prompts in chunks of {message.prompt_chunk} tokens, more than "
             f"schedule.step_tokens_max = {limits.schedule.step_tokens_max}: raise it"
         )
-    raise Conflict(f"worker {name!r}: this coordinator does not place recurrent states yet")
+    if message.blocks <= message.state_blocks:
+        raise Conflict(
+            f"worker {name!r} has {message.blocks} blocks, of which the recurrent state of one sequence takes "
+            f"{message.state_blocks}: give its pool more memory"
+        )
 
 
 def _kernels(name: str, kernels: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
-from ..cache.blocks import REFERENCED
+from ..cache.blocks import KV, REFERENCED
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
@@ -34,7 +34,10 @@ def live_tokens(cache: KVCacheManager, group: Group, tenant: int = 0) -> int:
     """
     s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.blocks.block_size
     owner, state = (column[pool.base : pool.base + pool.count] for column in (blocks.owner, blocks.state))
-    referenced = pool.referenced if not tenant else int(np.count_nonzero((state == REFERENCED) & (owner == tenant)))
+    referenced = pool.referenced
+    if tenant or pool.stateful:
+        counted_blocks = (state == REFERENCED) & (blocks.kind[pool.base : pool.base + pool.count] == KV)
+        referenced = int(np.count_nonzero(counted_blocks & (owner == tenant) if tenant else counted_blocks))
     slots = np.flatnonzero(s.pool == group.number)
     first = s.length[slots] // size
     count = s.used[slots] - first

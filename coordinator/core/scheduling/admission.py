@@ -179,6 +179,7 @@ class Admission:
                 if self.choice.most_blocks(request) > largest:
                     continue
                 self._leave_small_pool(request)
+                self._leave_state(request)
                 found = self.choice.choose(request, kept)
                 if isinstance(found, Placement):
                     self._passes(request, blocked)
@@ -237,6 +238,13 @@ class Admission:
             return
         if any(self.choice.could_hold(group, request) for group in groups.values()):
             self._cache.residency.release_kv(slot)
+
+    def _leave_state(self, request: Request) -> None:
+        """Release a sequence's blocks if it cannot continue with its recurrent state: it moves in again."""
+        residency = self._cache.residency
+        slot = self._cache.sequences.slot_of.get(request.sequence_id, NO_SLOT)
+        if slot != NO_SLOT and residency.must_move(slot):
+            residency.release_kv(slot)
 
     # ------------------------------------------------------------------------------------------------- start and stop
 

@@ -97,7 +97,7 @@ class Choice:
         """Plan a placement in the group for a request without a resident sequence."""
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
-        if holder is not None and s.pool[holder.slot] == group.number:
+        if holder is not None and s.pool[holder.slot] == group.number and not group.state_blocks:
             return cache.residency.plan_fork(group, holder.slot, request.prompt.size)
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT:
@@ -110,7 +110,7 @@ class Choice:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         shared_max = request.shareable_tokens
         placement = cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
-        if not request.continues or not cache.kept.could_free(1, but=request.continues):
+        if not request.continues or group.state_blocks or not cache.kept.could_free(1, but=request.continues):
             return placement
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         continued = cache.continuing.placement(group, request.continues, request.salt, tokens, most)
@@ -143,10 +143,10 @@ class Choice:
         """Return whether the group's pool could ever hold all that the request may need."""
         tenants = self._cache.tenants
         reserved = tenants.reserved_for_others(tenants.names[request.tenant])
-        return self.most_blocks(request) <= group.pool.count - reserved
+        return self.most_blocks(request) + group.state_blocks <= group.pool.count - reserved
 
     def most_blocks(self, request: Request) -> int:
-        """Return how many blocks the request needs if it runs to its end."""
+        """Return how many blocks of KV the request needs if it runs to its end."""
         return self._cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
 
     def fits_when_idle(self, group: Group, request: Request) -> bool:
@@ -155,7 +155,7 @@ class Choice:
         supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
         first = self._cache.sequences.blocks_for(self.length(request) + min(1, request.max_tokens))
-        needed = max(first, placement.needed + placement.hits.size) - shared
+        needed = max(first + group.state_blocks, placement.needed + placement.hits.size) - shared
         return supply.has(request.tenant, needed, NO_SPARE)
 
     def spare(self, group: Group, request: Request) -> Spare:

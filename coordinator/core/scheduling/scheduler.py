@@ -20,6 +20,7 @@ from ..cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..cache.holders import largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
+from ..cache.states import chunk_end
 from ..cache.supply import NO_SPARE
 from ..deadlines import WORKERS
 from ..events import Effect, ToWorker
@@ -211,7 +212,8 @@ class Scheduler:
             return slots
         most = self._limits.step_tokens_max
         if prefilling:  # leave room for prefill tokens, so that decodes cannot fill every step
-            most -= 1 if most > 1 else group.next_step % 2
+            chunk = group.prompt_chunk if group.state_blocks else 1
+            most -= chunk if most > chunk else most * (group.next_step % 2)
         too_many = slots.size > most
         if too_many:
             slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
@@ -248,7 +250,8 @@ class Scheduler:
         s = self._cache.sequences
         chosen: list[int] = []
         chunks: list[int] = []
-        shares = self._shares(slots, self._prefill_budget(group, counts.size))
+        budget = self._prefill_budget(group, counts.size)
+        shares = self._whole_chunks(group, slots, budget) if group.state_blocks else self._shares(slots, budget)
         for (slot, chunk), free in zip(shares, self._writable(shares), strict=True):
             if decodes.size + len(chosen) >= self._limits.step_rows_max:
                 break
@@ -283,7 +286,7 @@ class Scheduler:
         if self._rows.scores_count:
             budget = min(budget, SCORED_TOKENS_MAX)
         chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
-        return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
+        return min(budget, max(CHUNK_TOKENS_MIN, chunk, group.prompt_chunk)) if chunk else budget
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
         """Split the budget into (slot, chunk) pairs, those of higher priority first.
@@ -305,6 +308,33 @@ class Scheduler:
             budget -= sum(share.values())
             shares += share.items()
         return shares
+
+    def _whole_chunks(self, group: Group, slots: Slots, budget: int) -> list[tuple[int, int]]:
+        """Split the budget into (slot, chunk) pairs for a model with a recurrent state: prompts are cut at its grid.
+
+        The first row gets at least one chunk, if the budget has one. The others get the whole chunks of their shares,
+        and what is left goes to the rows in order. Lower priorities, whose small share may be no whole chunk, come
+        first in a small part of the steps.
+        """
+        s, live = self._cache.sequences, self._requests.live
+        shares, sign = dict(self._shares(slots, budget)), 1 if group.next_step % LOWER_SHARE == 0 else -1
+        running = [(slot, live[int(s.request[slot])]) for slot in slots[s.running[slots]].tolist()]
+        running.sort(key=lambda row: (sign * row[1].priority, int(self._rows.order[row[0]])))
+        chunks: dict[int, int] = {}
+        for slot, _ in running:
+            least = 0 if chunks else group.prompt_chunk
+            chunks[slot] = self._chunk(group, slot, min(budget, max(shares.get(slot, 0), least)))
+            budget -= chunks[slot]
+        for slot, chunk in chunks.items():
+            more = self._chunk(group, slot, chunk + budget)
+            chunks[slot], budget = more, budget - (more - chunk)
+        return [(slot, chunk) for slot, chunk in chunks.items() if chunk]
+
+    def _chunk(self, group: Group, slot: int, room: int) -> int:
+        """Return how many tokens a row can compute within `room`, all of one kind."""
+        s = self._cache.sequences
+        start = int(s.scheduled[slot])
+        return chunk_end(s.tokens[slot, : s.length[slot]], start, room, group.prompt_chunk) - start
 
     def _make_way(self, group: Group, slot: int, count: int) -> bool:
         """Reserve room for one row, preempting others of its group as needed."""
