@@ -26,10 +26,11 @@ from triton.runtime.errors import OutOfResources
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import LayerOperations, stored_experts, stored_linear
+from kvforge.worker.kernels.code_tables import pack
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.layer_weights import FusedLayer, MixtureOfExperts
 from kvforge.worker.kernels.packed import stored_bytes
-from kvforge.worker.kernels.stored import Codes, StoredWeight, pack
+from kvforge.worker.kernels.stored import Codes, StoredWeight
 from kvforge.worker.kernels.stored_linear import StoredTiles
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel

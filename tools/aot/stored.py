@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.activations import SILU
+from kvforge.worker.kernels.code_tables import WORDS, unit_columns
 from kvforge.worker.kernels.expert_sort import Blocks
 from kvforge.worker.kernels.grouped import Gating
 from kvforge.worker.kernels.project import HEAD_SIZES
-from kvforge.worker.kernels.stored import WORDS, Codes, unit_columns
+from kvforge.worker.kernels.stored import Codes
 from kvforge.worker.kernels.stored_experts import stored_block_tokens, stored_down, stored_up
 from kvforge.worker.kernels.stored_linear import stored_linear
 from kvforge.worker.kernels.stored_project import project_codes
@@ -27,41 +29,50 @@ from .experts import OSS_GATING
 from .specialise import recorded
 
 I16 = torch.int16
+EXTRA_TYPES = {"zeros": torch.uint8, "lows": F32, "factors": torch.int32}
 
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """A layout of codes. group: columns of a group; 0: all. shared: rows that share a scale."""
+    """A layout of codes. group: columns of a group; 0: all. extra: see `Codes`. shared: rows that share a scale."""
 
     code: str
     group: int
-    zeros: bool = False
+    extra: str = ""
     shared: int = 1
 
     def __str__(self) -> str:
         """Return a label."""
         group = f" by {self.group}" if self.group else ""
-        return f"{self.code}{group}{' zeros' * self.zeros}{f' blocks of {self.shared}' * (self.shared > 1)}"
+        extra = f" {self.extra}" if self.extra else ""
+        return f"{self.code}{group}{extra}{f' blocks of {self.shared}' * (self.shared > 1)}"
 
     def codes(self, n: int, k: int, experts: tuple[int, ...] = ()) -> Codes:
         """Return codes without memory."""
         words = meta_tensor(*experts, k // unit_columns(self.code), n, WORDS, dtype=I16)
         groups = k // self.group if self.group else 1
-        zeros = meta_tensor(*experts, groups, n, dtype=torch.uint8) if self.zeros else None
         scales = meta_tensor(*experts, groups, -(-n // self.shared), dtype=F32)
-        return Codes(self.code, words, scales, zeros, self.shared)
+        rows = words.shape[-3] if self.extra == "factors" else groups
+        extras: dict[str, Any] = (
+            {self.extra: meta_tensor(*experts, rows, n, dtype=EXTRA_TYPES[self.extra])} if self.extra else {}
+        )
+        return Codes(self.code, words, scales, scaled_rows=self.shared, **extras)
 
 
 LAYOUTS = (
     *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128), CodeLayout("e4m3", 128)),
-    *(CodeLayout("int4", 128), CodeLayout("int4", 128, zeros=True), CodeLayout("int4", 64), CodeLayout("int4", 32)),
-    CodeLayout("e2m1", 32),
+    *(CodeLayout("int4", 128), CodeLayout("int4", 128, extra="zeros"), CodeLayout("int4", 64), CodeLayout("int4", 32)),
+    *(CodeLayout("e2m1", 32), CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
-HALF = (CodeLayout("int4", 128, zeros=True), CodeLayout("e4m3", 0))  # published in float16 too
-BIASED = (CodeLayout("int4", 128, zeros=True), CodeLayout("e4m3", 0))
+OF_GGUF = (  # only the products of one token and of many; llama.cpp's Q4_K_M has the first two
+    *(CodeLayout("int4", 32, extra="lows"), CodeLayout("int8", 16), CodeLayout("iq4", 32)),
+    *(CodeLayout("int8", 32), CodeLayout("int8", 32, extra="lows"), CodeLayout("int8", 16, extra="lows")),
+)
+HALF = (CodeLayout("int4", 128, extra="zeros"), CodeLayout("e4m3", 0))  # published in float16 too
+BIASED = (CodeLayout("int4", 128, extra="zeros"), CodeLayout("e4m3", 0))
 OF_EXPERTS = (
     *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128)),
-    *(CodeLayout("int4", 128), CodeLayout("e2m1", 32)),
+    *(CodeLayout("int4", 128), CodeLayout("e2m1", 32), CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
 WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
 K, LONG = 4096, 14336
@@ -78,6 +89,8 @@ def stored_configurations(target: Target) -> list[Configuration]:
     for tokens, layout in product(TOKENS, LAYOUTS):
         uses = ["whole", "parts", "gated", *(["biased"] if layout in BIASED else []), *(["wide"] * (layout in WIDE))]
         made += [_product(target, BF16, tokens, layout, use) for use in uses]
+    for layout, tokens in product(OF_GGUF, (TOKENS[0], TOKENS[-1])):
+        made.append(_product(target, BF16, tokens, layout, "gated"))
     for layout, use in product(HALF, ("whole", "parts", "gated")):
         made.append(_product(target, F16, 1, layout, use))
     return distinct(made)
@@ -129,7 +142,7 @@ def _project(
 
 def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Configuration]:
     """Yield both products. tokens: pairs of a block; 0: a single token."""
-    is_oss, alone, rows = layout.code == "e2m1", tokens == 0, 1 if tokens == 0 else 2
+    is_oss, alone, rows = layout == CodeLayout("e2m1", 32), tokens == 0, 1 if tokens == 0 else 2
     hidden, inner = (2880, 2880) if is_oss else (2048, 768)
     chosen = meta_tensor(rows, WIDTH, dtype=torch.int32)
     pairs = Blocks(chosen, chosen, WIDTH, alone=True) if alone else Blocks(chosen, chosen, 4, alone=False)

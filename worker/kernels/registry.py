@@ -51,7 +51,7 @@ class Serving:
         remembered_in: See `attention.selftest.self_test`.
         ranks: Processes that compute the model together.
         experts: A layer's experts; None if the model has none, or runs them without kernels.
-        codes: Codes of the weights that stay in them, on a GPU (see `stored`).
+        codes: Kinds of the weights that stay in codes, on a GPU (see `stored.Codes.kind`).
     """
 
     device: Device

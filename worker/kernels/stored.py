@@ -1,42 +1,24 @@
 """Weights that stay in the codes of a file on a GPU, multiplied by kernels that unpack them in registers.
 
-Every published format becomes one of four codes, with scales for groups of numbers of a row:
-
-    code   number of a code
-    int8   -128 to 127
-    e4m3   a float of 8 bits: 4 of exponent, 3 of mantissa, no infinity
-    int4   0 to 15, less a zero for each group (8 without zeros)
-    e2m1   a float of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
-
-Codes are stored in words of 16 bits in an order that kernels unpack without moving numbers between threads: a word has
-two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. A unit is the codes of 16 words of a
-row, 32 or 64 columns; units of the same columns are adjacent, so that a tile of rows is read as one piece of memory.
+Every published format becomes one of the codes of `code_tables`, with scales for groups of numbers of a row. A group
+may have more than its scale: a zero (a code), a low (a number that is added), or narrow factors of 16 columns each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 
+from .code_tables import NAMES, WORDS, ZERO, numbers_of, pack, unit_columns, unpack
 from .quantised import QuantisedWeight
 
-WORDS = 16  # words of a unit, which are 16 columns of each tile
-CODES = {"int8": 2, "e4m3": 2, "int4": 4, "e2m1": 4}  # codes of a word
-NAMES = {"int8": "int8", "e4m3": "fp8", "int4": "int4", "e2m1": "mxfp4"}  # for people
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WIDENED_NUMBERS = 1 << 24  # numbers that are widened at a time
-ZERO = 8  # the code of 0 in int4 without zeros
 SMALLEST = 1e-30  # scale of a group of zeros, to avoid division by 0
 TOP = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
 MADE_GROUPS = {"int8": 0, "e4m3": 0, "int4": 128}  # columns of a group that `quantise` makes; 0: all of a row
-
-
-def unit_columns(code: str) -> int:
-    """Return the columns of a unit: k of a weight must be a multiple of it."""
-    return WORDS * CODES[code]
 
 
 @dataclass(frozen=True)
@@ -47,9 +29,13 @@ class Codes:
         code: A key of `CODES`.
         words: [(experts,) k / unit, n, WORDS] int16.
         scales: [(experts,) groups, n / scaled_rows] float32, each of k / groups columns.
-        zeros: [(experts,) groups, n] uint8: the codes of 0 in int4; None: `ZERO`.
+        zeros: [(experts,) groups, n] uint8: the codes of 0 in int4; None: `ZERO`, with lows 0.
         scaled_rows: Rows that share a scale.
         order: [k] int64: column i of the codes is this column of the matrix; None: in order. Not of experts.
+        lows: [(experts,) groups, n] float32, added to the scaled numbers of int4 and int8; None: nothing.
+        factors: [(experts,) k / unit, n] int32: four e4m3 factors, the first in the lowest bits, each of 16 columns of
+            a unit of e2m1; None: 1. A row then has one scale. Products with a code are exact in 16 bits.
+        format: Name of the format for people; "": that of the code.
     """
 
     code: str
@@ -58,6 +44,9 @@ class Codes:
     zeros: torch.Tensor | None = None
     scaled_rows: int = 1
     order: torch.Tensor | None = None
+    lows: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    format: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,19 +59,44 @@ class Codes:
         """Columns of a group."""
         return self.shape[-1] // self.scales.shape[-2]
 
+    @property
+    def name(self) -> str:
+        """Name of the format for people."""
+        return self.format or NAMES[self.code]
+
+    @property
+    def kind(self) -> str:
+        """What kernels distinguish: the code, and what groups have beside scales."""
+        extra, _ = self.extra
+        return f"{self.code} with {extra}" if extra in ("lows", "factors") else self.code
+
+    @property
+    def extra(self) -> tuple[str, torch.Tensor | None]:
+        """What groups have beside scales, [(experts,) groups, n], and its name; "": nothing."""
+        return next(((name, each) for name, each in self._extras().items() if each is not None), ("", None))
+
+    def _extras(self) -> dict[str, torch.Tensor | None]:
+        return {"zeros": self.zeros, "lows": self.lows, "factors": self.factors}
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        """Return the zeros, lows and factors that exist, changed."""
+        return {name: None if each is None else change(each) for name, each in self._extras().items()}
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that exist."""
-        return [each for each in (self.words, self.scales, self.zeros, self.order) if each is not None]
+        every = (self.words, self.scales, *self._extras().values(), self.order)
+        return [each for each in every if each is not None]
 
     def to(self, device: torch.device) -> Codes:
         """Return the codes on another device."""
-        zeros, order = (None if each is None else each.to(device) for each in (self.zeros, self.order))
-        return replace(self, words=self.words.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
+        order = None if self.order is None else self.order.to(device)
+        others = self._changed(lambda each: each.to(device))
+        return replace(self, words=self.words.to(device), scales=self.scales.to(device), order=order, **others)
 
     def of_expert(self, index: int) -> Codes:
         """Return the matrix of one of several experts."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, words=self.words[index], scales=self.scales[index], zeros=zeros)
+        others = self._changed(lambda each: each[index])
+        return replace(self, words=self.words[index], scales=self.scales[index], **others)
 
     def rows(self, rows: slice) -> Codes:
         """Return some rows."""
@@ -91,15 +105,15 @@ class Codes:
         if first % shared or (stop % shared and stop != self.shape[-2]):
             return by_row(self).rows(rows)
         scaled = slice(first // shared, -(-stop // shared))
-        zeros = None if self.zeros is None else self.zeros[..., rows].contiguous()
+        others = self._changed(lambda each: each[..., rows].contiguous())
         words, scales = self.words[..., rows, :].contiguous(), self.scales[..., scaled].contiguous()
-        return replace(self, words=words, scales=scales, zeros=zeros)
+        return replace(self, words=words, scales=scales, **others)
 
     def in_row_order(self, order: torch.Tensor) -> Codes:
         """Return the codes with row order[i] as row i. order: [n] int64."""
         each, order = by_row(self), order.to(self.words.device)
-        zeros = None if each.zeros is None else each.zeros[..., order].contiguous()
-        return replace(each, words=each.words[..., order, :], scales=each.scales[..., order].contiguous(), zeros=zeros)
+        others = each._changed(lambda tensor: tensor[..., order].contiguous())
+        return replace(each, words=each.words[..., order, :], scales=each.scales[..., order].contiguous(), **others)
 
     def columns(self, first: int, stop: int) -> Codes:
         """Return some columns.
@@ -112,12 +126,15 @@ class Codes:
         if self.order is not None or first % step or stop % step:
             problem = "are in the order of activations" if self.order is not None else f"come in steps of {step}"
             raise ValueError(f"its {k} columns {problem}, and cannot be cut at {first} and {stop}")
-        words = self.words[..., first // unit : stop // unit, :, :].contiguous()
+        units = slice(first // unit, stop // unit)
+        words = self.words[..., units, :, :].contiguous()
+        if self.factors is not None:
+            return replace(self, words=words, factors=self.factors[..., units, :].contiguous())
         if group == k:
             return replace(self, words=words)
         groups = slice(first // group, stop // group)
-        zeros = None if self.zeros is None else self.zeros[..., groups, :].contiguous()
-        return replace(self, words=words, scales=self.scales[..., groups, :].contiguous(), zeros=zeros)
+        others = self._changed(lambda each: each[..., groups, :].contiguous())
+        return replace(self, words=words, scales=self.scales[..., groups, :].contiguous(), **others)
 
     def widened(self) -> torch.Tensor:
         """Return the represented numbers, [(experts,) n, k] float32, new."""
@@ -135,63 +152,43 @@ class Codes:
 
 
 def _widened(codes: Codes) -> torch.Tensor:
-    numbers = _numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros)
+    zero = ZERO if codes.lows is None else 0
+    numbers = numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros, zero)
+    if codes.factors is not None:
+        four = codes.factors.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).view(torch.float8_e4m3fn).float()
+        numbers = numbers.unflatten(-1, (-1, WORDS)).mul_(four.transpose(0, 1).flatten(1)[..., None]).flatten(1)
     scales = codes.scales.repeat_interleave(codes.scaled_rows, -1)[..., : numbers.shape[-2]].transpose(-1, -2)
-    return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None]).flatten(-2)
+    found = numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+    if codes.lows is not None:
+        found.add_(codes.lows.transpose(-1, -2)[..., None])
+    return found.flatten(-2)
 
 
 def stack_experts(parts: Sequence[Codes]) -> Codes:
     """Return the matrices of several experts as one; all have the same layout."""
-    if any(each.scaled_rows != parts[0].scaled_rows for each in parts):
-        parts = [by_row(each) for each in parts]
-    zeros = None
-    if any(each.zeros is not None for each in parts):
-        zeros = torch.stack([_zeros_of(each) for each in parts])
+    parts = _alike(parts)
     words, scales = torch.stack([each.words for each in parts]), torch.stack([each.scales for each in parts])
-    return Codes(parts[0].code, words, scales, zeros, parts[0].scaled_rows)
+    return replace(parts[0], words=words, scales=scales, **_together(parts, torch.stack))
 
 
-def _numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None) -> torch.Tensor:
-    """Return the numbers of codes [..., n, k] uint8 without scales, float32."""
-    if code == "e4m3":
-        return codes.view(torch.float8_e4m3fn).float()
-    if code == "int8":
-        return codes.view(torch.int8).float()
-    if code == "e2m1":
-        magnitudes = torch.tensor(E2M1, device=codes.device)[(codes & 7).long()]
-        return torch.where(codes >= 8, -magnitudes, magnitudes)
-    if zeros is None:
-        return codes.float() - ZERO
-    by_group = codes.float().unflatten(-1, (zeros.shape[-2], -1))
-    return by_group.sub_(zeros.float().transpose(-1, -2)[..., None]).flatten(-2)
+def _alike(parts: Sequence[Codes]) -> list[Codes]:
+    """Return the parts with the same rows for a scale, and zeros in all of them or in none."""
+    found = list(parts)
+    if any(each.scaled_rows != found[0].scaled_rows or each.shape[-2] % each.scaled_rows for each in found):
+        found = [by_row(each) for each in found]
+    if any(each.zeros is not None for each in found):
+        found = [replace(each, zeros=_zeros_of(each)) for each in found]
+    return found
 
 
-def pack(codes: torch.Tensor, code: str) -> torch.Tensor:
-    """Pack codes.
-
-    Args:
-        codes: [..., n, k] uint8, one code each; k is a multiple of `unit_columns`.
-        code: A key of `CODES`.
-
-    Returns:
-        [..., k / unit, n, WORDS] int16.
-    """
-    count = CODES[code]
-    bits = 16 // count
-    parts = codes.unflatten(-1, (-1, count, WORDS)).unbind(-2)  # [..., n, units, WORDS] each
-    words = torch.zeros(parts[0].shape, dtype=torch.int32, device=codes.device)
-    for place, part in enumerate(parts):
-        words |= part.int() << (bits * place)
-    return words.to(torch.int16).transpose(-2, -3).contiguous()
-
-
-def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
-    """Return the codes [..., n, k] uint8 of words [..., k / unit, n, WORDS]."""
-    count = CODES[code]
-    bits = 16 // count
-    wide = words.transpose(-2, -3).int() & 0xFFFF
-    parts = [(wide >> (bits * place)) & ((1 << bits) - 1) for place in range(count)]
-    return torch.stack(parts, -2).to(torch.uint8).flatten(-3)
+def _together(parts: Sequence[Codes], put: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, Any]:
+    """Return the zeros, lows and factors of all parts, put together, and the name of their format."""
+    every = [each._extras() for each in parts]
+    found: dict[str, Any] = {
+        name: None if first is None else put([each[name] for each in every])  # type: ignore[misc]
+        for name, first in every[0].items()
+    }
+    return found | {"format": parts[0].format if len({each.format for each in parts}) == 1 else ""}
 
 
 class StoredWeight(QuantisedWeight):
@@ -243,19 +240,55 @@ class StoredWeight(QuantisedWeight):
 
 
 def join_rows(parts: Sequence[Codes]) -> Codes | None:
-    """Return the matrix with the rows of all parts in order; None if their codes or groups differ."""
+    """Return the matrix with the rows of all parts in order; None if their codes, groups or columns differ."""
     first = parts[0]
-    if any((each.code, each.group) != (first.code, first.group) for each in parts):
+    if any((each.kind, each.group) != (first.kind, first.group) for each in parts):
         return None
     if any(not _same_order(each.order, first.order) for each in parts):
         return None
-    if any(each.scaled_rows != first.scaled_rows or each.shape[-2] % each.scaled_rows for each in parts):
-        parts = [by_row(each) for each in parts]
-    zeros = None
-    if any(each.zeros is not None for each in parts):
-        zeros = torch.cat([_zeros_of(each) for each in parts], -1)
+    parts = _alike(parts)
     words, scales = torch.cat([each.words for each in parts], -2), torch.cat([each.scales for each in parts], -1)
-    return Codes(first.code, words, scales, zeros, parts[0].scaled_rows, first.order)
+    return replace(parts[0], words=words, scales=scales, **_together(parts, lambda each: torch.cat(each, -1)))
+
+
+def join_alike(parts: Sequence[Codes]) -> Codes | None:
+    """Return what `join_rows` does; of different codes the same numbers in codes of 8 bits, if all have such."""
+    joined = join_rows(parts)
+    if joined is not None:
+        return joined
+    wide = [as_int8(each) for each in parts]
+    found = [each for each in wide if each is not None]
+    if len(found) < len(parts):
+        return None
+    group = min(each.group for each in found)
+    if any(each.group % group for each in found):
+        return None
+    has_lows = any(each.lows is not None for each in found)
+    return join_rows([_regrouped(each, group, has_lows) for each in found])
+
+
+def _regrouped(codes: Codes, group: int, has_lows: bool) -> Codes:
+    """Return the same numbers in smaller groups, with a scale for each row."""
+    codes, times = by_row(codes), codes.group // group
+    scales = codes.scales.repeat_interleave(times, -2)
+    lows = codes.lows
+    if has_lows:
+        lows = torch.zeros_like(scales) if lows is None else lows.repeat_interleave(times, -2)
+    return replace(codes, scales=scales, lows=lows)
+
+
+def as_int8(codes: Codes) -> Codes | None:
+    """Return the same numbers in codes of 8 bits; None: they are of floats or quantiles that are no whole numbers."""
+    if codes.code == "int8":
+        return codes
+    if codes.code not in ("int4", "iq4", "e2m1") or codes.factors is not None:
+        return None
+    doubled = codes.code == "e2m1"  # halves
+    zero = ZERO if codes.lows is None else 0
+    numbers = numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros, zero)
+    octets = (numbers * 2 if doubled else numbers).to(torch.int8).view(torch.uint8)
+    scales = codes.scales / 2 if doubled else codes.scales
+    return replace(codes, code="int8", words=pack(octets, "int8"), scales=scales, zeros=None)
 
 
 def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -331,7 +364,7 @@ def _quantised(weight: torch.Tensor, code: str, group: int) -> tuple[torch.Tenso
 
 def code_name(weight: torch.Tensor) -> str:
     """Return the name of a weight's format for people; "" if it is not in codes."""
-    return NAMES[weight.codes.code] if isinstance(weight, StoredWeight) else ""
+    return weight.codes.name if isinstance(weight, StoredWeight) else ""
 
 
 def codes_of(weight: Any) -> Codes | None:

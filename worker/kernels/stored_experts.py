@@ -13,18 +13,19 @@ from kvforge.worker.device.overlap import launch_options, let_next_start, wait_f
 from kvforge.worker.device.target import Target
 
 from .activation import activate, activated
+from .code_tables import CODES, WORDS
 from .expert_sort import FIELDS, Blocks
 from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
-from .stored import CODES, WORDS, Codes
+from .stored import Codes
 from .stored_linear import (
     AHEAD,
     TURNED,
     StoredTiles,
     depth_of,
     fetch_first,
-    fetch_scales,
+    fetch_groups,
     group_steps,
     row_stride,
     stored_sum,
@@ -39,7 +40,7 @@ def stored_experts_kernel(
     x,
     words,
     scales,
-    zeros,
+    extras,
     bias,
     factors,
     order,
@@ -62,7 +63,7 @@ def stored_experts_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    EXTRA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -80,10 +81,10 @@ def stored_experts_kernel(
     """Multiply each block of pairs by the weights of its expert. Grid: [blocks x tiles of rows, blocks first].
 
     x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. words: [experts, units, n, 16] int16.
-    scales: [experts, groups, scaled] float32. zeros: [experts, groups, n] uint8. bias: [experts, n]. n: rows of the
-    weight: results, or twice as many if GATED. order, blocks: see Blocks. width: experts per token. output: [pairs,
-    results], or [width, tokens, results] if DOWN. factors: [pairs] float32, factors of the output if DOWN. For the
-    others see `grouped_kernel` and `stored_kernel`.
+    scales: [experts, groups, scaled] float32. extras: [experts, groups, n], of factors [experts, units, n]. bias:
+    [experts, n]. n: rows of the weight: results, or twice as many if GATED. order, blocks: see Blocks. width: experts
+    per token. output: [pairs, results], or [width, tokens, results] if DOWN. factors: [pairs] float32, factors of the
+    output if DOWN. For the others see `grouped_kernel` and `stored_kernel`.
     """
     block = tl.program_id(0) % count
     NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -107,21 +108,20 @@ def stored_experts_kernel(
     if expert < 0:
         return
     of_expert = expert.to(tl.int64)
-    if OVERLAP and GROUP != 0:
+    scales += of_expert * groups * scaled
+    extras += of_expert * (units if EXTRA == "factors" else groups) * n
+    if OVERLAP:
         eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
         if GATED and INTERLEAVED:
             lines = 2 * tl.minimum(first + eighth // 2, results - 1)
         else:
             lines = tl.minimum(first + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
-        fetch_scales(scales + of_expert * groups * scaled, lines // SCALED_ROWS, 0, scaled, STEPS, GROUP)
-        if HAS_ZEROS:
-            fetch_scales(zeros + of_expert * groups * n, lines, 0, n, STEPS, GROUP)
+        fetch_groups(scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
     words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales + of_expert * groups * scaled, zeros + of_expert * groups * n, rows,
-        expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN,
-        ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
+        GROUP, SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     narrow = output.dtype.element_ty
@@ -217,13 +217,14 @@ def _multiply(
     _, groups, scaled = codes.scales.shape
     gated = gating is not None and gating.gated
     depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
+    extra, extras = codes.extra
     tiles = stored_expert_tiles(tokens_per_block, launch.target, group)
     blocks_of_rows = triton.cdiv(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(sorted_pairs.count * blocks_of_rows,)](
         x,
         codes.words,
         codes.scales,
-        codes.scales if codes.zeros is None else codes.zeros,
+        codes.scales if extras is None else extras,
         x if bias is None else bias,
         codes.scales if factors is None else factors,
         sorted_pairs.order,
@@ -246,7 +247,7 @@ def _multiply(
         DEPTH=depth,
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
-        HAS_ZEROS=codes.zeros is not None,
+        EXTRA=extra,
         HAS_BIAS=bias is not None,
         KIND="" if gating is None else gating.activation.kind,
         GATED=gated,

@@ -20,12 +20,13 @@ from kvforge.worker.device.target import Target
 
 from .activation import activate, activated
 from .activations import SILU, Activation
+from .code_tables import CODES, WORDS
 from .grouped import split_rows
 from .grouped_tiles import backend_options
 from .launching import Launching
 from .linear import prefetch
-from .stored import CODES, WORDS, Codes
-from .stored_unpack import unpack_four, unpack_two
+from .stored import Codes
+from .stored_unpack import unpack_factors, unpack_four, unpack_two
 
 FEW_TOKENS = 64  # up to here, parts are left to the next operation
 AHEAD = 2  # steps of words that are fetched into the L2 cache before the inputs are ready
@@ -59,14 +60,45 @@ def places_of(units, SET: tl.constexpr, SETS: tl.constexpr):
 
 
 @triton.jit
-def narrow_zero(zeros, group, n, rows, HAS_ZEROS: tl.constexpr, HALF: tl.constexpr):
-    """Return what `unpack_four` subtracts from the rows of a group, [rows] in the type of x."""
+def load_extra(extras, group, n, rows, EXTRA: tl.constexpr, HALF: tl.constexpr):
+    """Return what a group's rows have beside their scale, [rows].
+
+    EXTRA: "zeros": codes of 0, as `unpack_four` subtracts them, which "" makes of a constant. "lows": float32 numbers
+    that are added. "factors": int32, four e4m3 factors of 16 columns each.
+    """
     FIRST: tl.constexpr = 1024 if HALF else 128
     TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    if HAS_ZEROS:
-        return (tl.load(zeros + group.to(tl.int64) * n + rows).to(tl.int32) + FIRST).to(tl.float32).to(TYPE)
-    else:
+    at = extras + group.to(tl.int64) * n + rows
+    if EXTRA == "zeros":
+        return (tl.load(at).to(tl.int32) + FIRST).to(tl.float32).to(TYPE)
+    elif EXTRA == "":
         return tl.full(rows.shape, FIRST + 8, TYPE)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def unpack_tiles(words, extra, CODE: tl.constexpr, EXTRA: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Return four tiles of numbers without the scales of their rows. extra: from `load_extra`."""
+    FIRST: tl.constexpr = 1024 if HALF else 128
+    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    if EXTRA == "zeros" or EXTRA == "":
+        zero = tl.broadcast_to(extra[:, None], words.shape)
+    else:
+        zero = tl.full(words.shape, FIRST, TYPE)
+    a, b, c, d = unpack_four(words, zero, CODE, HALF, ASSEMBLY)
+    if EXTRA == "factors":
+        # Both have few bits: the products are exact.
+        of_a, of_b, of_c, of_d = unpack_factors(extra, HALF)
+        a, b = a * of_a[:, None], b * of_b[:, None]
+        c, d = c * of_c[:, None], d * of_d[:, None]
+    return a, b, c, d
+
+
+@triton.jit
+def sum_rows(x, others, ROWS: tl.constexpr):
+    """Return `others` and the sums of x [columns, TOKENS] for each of ROWS rows, in the order of a product's sum."""
+    return tl.dot(tl.full([ROWS, x.shape[0]], 1.0, x.dtype), x, others, input_precision="ieee")
 
 
 @triton.jit
@@ -90,12 +122,13 @@ def join_four(a, b, c, d):
 @triton.jit
 def multiply_words(
     words,
-    zero,
+    extra,
     x_rows,
     inside,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
     HALVES: tl.constexpr,
+    EXTRA: tl.constexpr,
     JOIN: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -106,46 +139,63 @@ def multiply_words(
     """Return the products of words [ROWS, COLUMNS] with x [TOKENS, k] from `x_rows` on.
 
     The second result has all products; with HALVES those of a unit's second half alone, and the first one the others.
+    With lows as EXTRA, two more results are the sums of the same columns of x.
     JOIN: multiply all sets of numbers at once, in the order of their columns. The columns of x are then neighbours in
     memory (apart, each 16 of them are a request of their own), and a step waits for one product of a warp group
     instead of two or four. The order of the sum is another one: all tiles of a target must do the same.
     """
     empty = tl.zeros([ROWS, TOKENS], tl.float32)
+    SUMS: tl.constexpr = EXTRA == "lows"
     if JOIN:
-        NUMBERS: tl.constexpr = (2 if HALVES else SETS) * COLUMNS
+        NUMBERS: tl.constexpr = SETS * COLUMNS // 2 if HALVES else SETS * COLUMNS
         columns = tl.arange(0, NUMBERS)
         x = tl.trans(tl.load(x_rows + columns[None, :], mask=inside, other=0.0))
-        if SETS == 2:
-            a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
-            total = tl.dot(join_two(a, b), x, empty, input_precision="ieee")
-            return total, total
-        else:
-            a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
-            if HALVES:
-                others = tl.load(x_rows + (NUMBERS + columns)[None, :], mask=inside, other=0.0)
-                total = tl.dot(join_two(a, b), x, empty, input_precision="ieee")
-                return total, tl.dot(join_two(c, d), tl.trans(others), empty, input_precision="ieee")
+        x_total = sum_rows(x, empty, ROWS) if SUMS else empty
+        if HALVES:
+            others = tl.trans(tl.load(x_rows + (NUMBERS + columns)[None, :], mask=inside, other=0.0))
+            x_other = sum_rows(others, empty, ROWS) if SUMS else empty
+            if SETS == 2:
+                one, other = unpack_two(words, CODE, HALF, ASSEMBLY)
             else:
-                total = tl.dot(join_four(a, b, c, d), x, empty, input_precision="ieee")
-                return total, total
+                a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
+                one, other = join_two(a, b), join_two(c, d)
+            total = tl.dot(one, x, empty, input_precision="ieee")
+            return total, tl.dot(other, others, empty, input_precision="ieee"), x_total, x_other
+        else:
+            if SETS == 2:
+                a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
+                every = join_two(a, b)
+            else:
+                a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
+                every = join_four(a, b, c, d)
+            total = tl.dot(every, x, empty, input_precision="ieee")
+            return total, total, x_total, x_total
     else:
         units = tl.arange(0, COLUMNS)
         first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :], mask=inside, other=0.0))
         second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :], mask=inside, other=0.0))
+        x_total = sum_rows(first, empty, ROWS) if SUMS else empty
         if SETS == 2:
             a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
-            total = tl.dot(b, second, tl.dot(a, first, empty, input_precision="ieee"), input_precision="ieee")
-            return total, total
+            total = tl.dot(a, first, empty, input_precision="ieee")
+            if HALVES:
+                x_other = sum_rows(second, empty, ROWS) if SUMS else empty
+                return total, tl.dot(b, second, empty, input_precision="ieee"), x_total, x_other
+            else:
+                total = tl.dot(b, second, total, input_precision="ieee")
+                x_total = sum_rows(second, x_total, ROWS) if SUMS else empty
+                return total, total, x_total, x_total
         else:
+            x_total = sum_rows(second, x_total, ROWS) if SUMS else empty
             third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :], mask=inside, other=0.0))
             fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :], mask=inside, other=0.0))
-            a, b, c, d = unpack_four(words, tl.broadcast_to(zero[:, None], words.shape), CODE, HALF, ASSEMBLY)
+            x_other = sum_rows(third, empty if HALVES else x_total, ROWS) if SUMS else empty
+            x_other = sum_rows(fourth, x_other, ROWS) if SUMS else empty
+            a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
             total = tl.dot(b, second, tl.dot(a, first, empty, input_precision="ieee"), input_precision="ieee")
-            other = total
-            if HALVES:
-                other = empty
+            other = empty if HALVES else total
             other = tl.dot(d, fourth, tl.dot(c, third, other, input_precision="ieee"), input_precision="ieee")
-            return total, other
+            return total, other, x_total, x_other
 
 
 @triton.jit
@@ -183,12 +233,34 @@ def fetch_scales(
 
 
 @triton.jit
+def fetch_groups(
+    scales,
+    extras,
+    lines,
+    begin,
+    scaled,
+    n,
+    STEPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED_ROWS: tl.constexpr,
+    EXTRA: tl.constexpr,
+):
+    """Fetch the scales of STEPS steps, and what groups have beside them; see `fetch_scales` and `load_extra`."""
+    if GROUP != 0:
+        fetch_scales(scales, lines // SCALED_ROWS, begin, scaled, STEPS, GROUP)
+    if EXTRA == "factors":
+        fetch_scales(extras, lines, begin, n, STEPS, 1)
+    elif EXTRA != "":
+        fetch_scales(extras, lines, begin, n, STEPS, GROUP)
+
+
+@triton.jit
 def stored_sum(
     words_at,
     x_rows,
     inside,
     scales,
-    zeros,
+    extras,
     rows,
     begin,
     turn,
@@ -200,7 +272,7 @@ def stored_sum(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    EXTRA: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     JOIN: tl.constexpr,
@@ -224,37 +296,45 @@ def stored_sum(
     of_rows = scales + rows // SCALED_ROWS
     turn = turn % STEPS
     first = (begin + turn) // GROUP if GROUP > 0 else (begin + turn) * 2
-    zero = narrow_zero(zeros, first if GROUP != 0 else begin * 0, n, rows, HAS_ZEROS, HALF)
-    scale = tl.load(of_rows + (first if GROUP != 0 else begin * 0).to(tl.int64) * scaled)
+    group = first if GROUP != 0 else begin * 0
+    scale = tl.load(of_rows + group.to(tl.int64) * scaled)
+    # Factors are of a step each, whatever the group.
+    extra = load_extra(extras, begin + turn if EXTRA == "factors" else group, n, rows, EXTRA, HALF)
     if GROUP < 0:
         other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
+        other_extra = load_extra(extras, first + 1, n, rows, EXTRA, HALF)
     for index in tl.range(0, STEPS, num_stages=STAGES):
         step = begin + (index + turn) % STEPS
         following_step = begin + (index + 1 + turn) % STEPS
         words = tl.load(at + step * step_words, eviction_policy="evict_first" if TOKENS == 16 else "")
         x_step = x_rows + step * DEPTH
         # Each step has a sum of its own: a longer one stays in flight, and has other bits in tiles of other sizes.
-        part, other = multiply_words(
-            words, zero, x_step, inside, CODE, SETS, GROUP < 0, JOIN, HALF, ASSEMBLY, COLUMNS, ROWS, TOKENS
+        part, other, x_part, x_other = multiply_words(
+            words, extra, x_step, inside, CODE, SETS, GROUP < 0, EXTRA, JOIN, HALF, ASSEMBLY, COLUMNS, ROWS, TOKENS
         )
         if GROUP == 0:
             total += other * scale[:, None]
+            if EXTRA == "factors":
+                extra = load_extra(extras, following_step, n, rows, EXTRA, HALF)
         else:
             # The next step's scales are on their way while this step is multiplied.
+            following = following_step // GROUP if GROUP > 0 else following_step * 2
+            next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
+            next_extra = load_extra(extras, following, n, rows, EXTRA, HALF)
             if GROUP > 0:
-                following = following_step // GROUP
-                next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
                 total += other * scale[:, None]
+                if EXTRA == "lows":
+                    total += x_other * extra[:, None]
             else:
-                following = following_step * 2
-                next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
                 next_other = tl.load(of_rows + (following + 1).to(tl.int64) * scaled)
+                next_other_extra = load_extra(extras, following + 1, n, rows, EXTRA, HALF)
                 total += part * scale[:, None]
                 total += other * other_scale[:, None]
-                other_scale = next_other
-            scale = next_scale
-            if HAS_ZEROS:
-                zero = narrow_zero(zeros, following, n, rows, HAS_ZEROS, HALF)
+                if EXTRA == "lows":
+                    total += x_part * extra[:, None]
+                    total += x_other * other_extra[:, None]
+                other_scale, other_extra = next_other, next_other_extra
+            scale, extra = next_scale, next_extra
     return total
 
 
@@ -263,7 +343,7 @@ def stored_kernel(
     x,
     words,
     scales,
-    zeros,
+    extras,
     bias,
     output,
     tokens,
@@ -280,7 +360,7 @@ def stored_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    EXTRA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -296,10 +376,10 @@ def stored_kernel(
     """Multiply x by a weight in codes. Grid: [blocks of results, parts if SPLIT, blocks of tokens].
 
     x: [tokens, k], x_stride elements from token to token. words: [k / unit, n, 16] int16. scales: [groups, scaled]
-    float32. zeros: [groups, n] uint8. bias: [n], added to part 0. output: [parts if SPLIT, tokens, results],
-    contiguous. n: rows of the weight: results, or twice as many if GATED, the gate first. STEPS: steps of DEPTH
-    columns in one part. PARTS: parts of the inner dimension, added here unless SPLIT. SETS: codes of a word. GROUP and
-    HALF: see `stored_sum`. KIND, alpha, limit: see Activation; "": none.
+    float32. extras: [groups, n], of factors [k / unit, n]: see `load_extra`. bias: [n], added to part 0. output:
+    [parts if SPLIT, tokens, results], contiguous. n: rows of the weight: results, or twice as many if GATED, the gate
+    first. STEPS: steps of DEPTH columns in one part. PARTS: parts of the inner dimension, added here unless SPLIT.
+    SETS: codes of a word. GROUP and HALF: see `stored_sum`. KIND, alpha, limit: see Activation; "": none.
     """
     NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
     results = n // 2 if GATED else n
@@ -313,20 +393,17 @@ def stored_kernel(
     inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
         fetch_first(words_at, tl.program_id(1) * STEPS, turn, n, STEPS, SETS, DEPTH, PREFETCH)
-        if GROUP != 0:
-            # The weight's rows as above, every eighth.
-            eighth = tl.arange(0, ROWS // 8) * 8
-            lines = tl.minimum(tl.program_id(0) * NUMBERS + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
-            fetch_scales(scales, lines // SCALED_ROWS, tl.program_id(1) * STEPS, scaled, STEPS, GROUP)
-            if HAS_ZEROS:
-                fetch_scales(zeros, lines, tl.program_id(1) * STEPS, n, STEPS, GROUP)
+        # The weight's rows as above, every eighth.
+        eighth = tl.arange(0, ROWS // 8) * 8
+        lines = tl.minimum(tl.program_id(0) * NUMBERS + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
+        fetch_groups(scales, extras, lines, tl.program_id(1) * STEPS, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for part in tl.range(0, 1 if SPLIT else PARTS):
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
-            words_at, x_rows, inside, scales, zeros, rows, begin, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP,
-            SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+            words_at, x_rows, inside, scales, extras, rows, begin, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP,
+            SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
@@ -357,6 +434,8 @@ def depth_of(codes: Codes, target: Target) -> int:
     """Return the columns of a step: at most 128, and of one group or of two halves of a unit."""
     k, unit = codes.shape[-1], WORDS * CODES[codes.code]
     group = codes.group if codes.group != k else 0
+    if codes.factors is not None:
+        return unit
     if group and group < unit:
         assert 2 * group == unit, "a step has two groups at most"
         return unit
@@ -366,7 +445,7 @@ def depth_of(codes: Codes, target: Target) -> int:
 
 def group_steps(codes: Codes, target: Target) -> int:
     """Return the steps of a group: see GROUP of `stored_sum`."""
-    if codes.group == codes.shape[-1] and codes.zeros is None:
+    if codes.group == codes.shape[-1] and codes.extra[0] in ("", "factors"):
         return 0
     return codes.group // depth_of(codes, target) or -1
 
@@ -437,7 +516,7 @@ def stored_linear(
     if output is None:
         shape = (parts if split else 1, tokens, results)
         output = torch.empty(shape, dtype=torch.float32 if split else dtype, device=x.device)
-    group = group_steps(codes, launch.target)
+    group, (extra, extras) = group_steps(codes, launch.target), codes.extra
     tiles = tiles_of(tokens, n, launch.target, group, parts > 1 and not split)
     grid = (
         triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
@@ -448,7 +527,7 @@ def stored_linear(
         x,
         codes.words,
         codes.scales,
-        codes.scales if codes.zeros is None else codes.zeros,
+        codes.scales if extras is None else extras,
         x if bias is None else bias,
         output,
         tokens,
@@ -465,7 +544,7 @@ def stored_linear(
         DEPTH=depth,
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
-        HAS_ZEROS=codes.zeros is not None,
+        EXTRA=extra,
         HAS_BIAS=bias is not None,
         GATED=gated,
         KIND="" if activation is None else activation.kind,

@@ -10,16 +10,17 @@ from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
+from .code_tables import CODES, WORDS
 from .grouped_tiles import backend_options
 from .launching import Launching
 from .project import HEAD_SIZES, ROWS, rotate_and_store
-from .stored import CODES, WORDS, Codes
+from .stored import Codes
 from .stored_linear import (
     AHEAD,
     TURNED,
     depth_of,
     fetch_first,
-    fetch_scales,
+    fetch_groups,
     group_steps,
     row_stride,
     stored_sum,
@@ -35,7 +36,7 @@ def stored_project_kernel(
     x,
     words,
     scales,
-    zeros,
+    extras,
     bias,
     cosines,
     sines,
@@ -55,7 +56,7 @@ def stored_project_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    EXTRA: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -68,7 +69,7 @@ def stored_project_kernel(
 ):
     """Project, rotate and store. Grid: [(heads + 2 kv_heads) x HEAD_SIZE / ROWS, blocks of tokens].
 
-    words, scales, zeros, n, scaled, and the constants of the sum: see `stored_kernel`. The others: see
+    words, scales, extras, n, scaled, and the constants of the sum: see `stored_kernel`. The others: see
     `project_kernel`.
     """
     PAIRS: tl.constexpr = ROWS // 2
@@ -84,16 +85,13 @@ def stored_project_kernel(
     turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
         fetch_first(words_at, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
-        if GROUP != 0:
-            eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
-            lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
-            fetch_scales(scales, lines // SCALED_ROWS, 0, scaled, STEPS, GROUP)
-            if HAS_ZEROS:
-                fetch_scales(zeros, lines, 0, n, STEPS, GROUP)
+        eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
+        lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
+        fetch_groups(scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
     wait_for_inputs(OVERLAP)
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales, zeros, rows, head * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
-        GROUP, SCALED_ROWS, HAS_ZEROS, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
+        GROUP, SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -131,14 +129,14 @@ def project_codes(
         x = x.index_select(1, codes.order)
     tokens, n, (_, _, kv_heads, head_size) = len(x), codes.shape[0], layer.keys.shape
     heads, depth = n // head_size - 2 * kv_heads, depth_of(codes, launch.target)
-    steps = codes.shape[1] // depth
+    steps, (extra, extras) = codes.shape[1] // depth, codes.extra
     tiles = tiles_of(tokens, 0, launch.target)
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
     stored_project_kernel[(n // ROWS.value, triton.cdiv(tokens, tiles.tokens))](
         x,
         codes.words,
         codes.scales,
-        codes.scales if codes.zeros is None else codes.zeros,
+        codes.scales if extras is None else extras,
         x if bias is None else bias,
         cos,
         sin,
@@ -158,7 +156,7 @@ def project_codes(
         DEPTH=depth,
         GROUP=group_steps(codes, launch.target),
         SCALED_ROWS=codes.scaled_rows,
-        HAS_ZEROS=codes.zeros is not None,
+        EXTRA=extra,
         HAS_BIAS=bias is not None,
         HALF=x.dtype == torch.float16,
         ASSEMBLY=launch.target.chained,

@@ -13,39 +13,50 @@ from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
 from .activations import SILU
+from .code_tables import CODES, pack, unit_columns
 from .expert_loop import ExpertMatrices
 from .fused import FusedOperations
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .selftest import TOLERANCE
-from .stored import CODES, Codes, StoredWeight, pack
+from .stored import Codes, StoredWeight
 
 TOKENS = (1,)  # the serving weights are tested too, with every kind of tile
 EXPERTS = "experts with codes"
-GROUPS = {"int8": 0, "e4m3": 64, "int4": 64, "e2m1": 32}
+GROUPS = {  # by `Codes.kind`: columns of a group; 0: all
+    "int8": 0,
+    "e4m3": 64,
+    "int4": 64,
+    "e2m1": 32,
+    "nf4": 64,
+    "iq4": 32,
+    "e2m1 with factors": 0,
+    "int8 with lows": 16,
+    "int4 with lows": 32,
+}
 HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 
 
 @torch.inference_mode()
-def stored_test(codes: Collection[str], dtype: torch.dtype, device: Device, with_experts: bool) -> None:
-    """Test every product with weights in these codes, also those of experts if `with_experts`.
+def stored_test(kinds: Collection[str], dtype: torch.dtype, device: Device, with_experts: bool) -> None:
+    """Test every product with weights of these kinds of codes, also those of experts if `with_experts`.
 
     Raises:
         KernelError: Names the kernel and the shape.
         GpuError: The device failed.
     """
     operations = FusedOperations(device)
-    for code in codes:
+    for kind in kinds:
         for tokens in TOKENS:
-            shape = f"{tokens} tokens, {code}, {str(dtype).removeprefix('torch.')}"
-            for kernel, compare in _comparisons(operations, code, GROUPS[code], tokens, dtype, device.torch_device):
+            shape = f"{tokens} tokens, {kind}, {str(dtype).removeprefix('torch.')}"
+            for kernel, compare in _comparisons(operations, kind, GROUPS[kind], tokens, dtype, device.torch_device):
                 if with_experts or kernel != EXPERTS:
                     require_right(device, kernel, shape, compare, WAY_OUT)
 
 
 def _comparisons(
-    operations: LayerOperations, code: str, group: int, tokens: int, dtype: torch.dtype, device: torch.device
+    operations: LayerOperations, kind: str, group: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, partial[str]]]:
     generator = torch.Generator(device).manual_seed(tokens)
 
@@ -54,7 +65,7 @@ def _comparisons(
         return numbers[:rows].normal_(generator=generator)
 
     def weight(n: int, k: int, experts: tuple[int, ...] = ()) -> StoredWeight:
-        return StoredWeight(_random_codes(n, k, code, group, experts, generator), dtype)
+        return StoredWeight(_random_codes(n, k, kind, group, experts, generator), dtype)
 
     hidden, inner = SIZES[1]
     x, up, down = random(tokens, hidden), weight(2 * inner, hidden), weight(hidden, inner)
@@ -96,20 +107,26 @@ def _comparisons(
     yield EXPERTS, partial(_difference, mixed, operations, TOLERANCE[dtype])
 
 
-def _random_codes(n: int, k: int, code: str, group: int, experts: tuple[int, ...], generator: torch.Generator) -> Codes:
-    device = generator.device
-    most = 256 if CODES[code] == 2 else 16
-    codes = torch.randint(most, (*experts, n, k), generator=generator, device=device).to(torch.uint8)
+def _random_codes(n: int, k: int, kind: str, group: int, experts: tuple[int, ...], generator: torch.Generator) -> Codes:
+    device, (code, _, extra) = generator.device, kind.partition(" with ")
+
+    def whole(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(most, (*experts, *shape), generator=generator, device=device)
+
+    codes = whole(256 if CODES[code] == 2 else 16, n, k).to(torch.uint8)
     if code == "e4m3":
         codes = torch.where(codes & 127 == 127, codes & 128, codes)  # no NaN
     groups = k // group if group else 1
     scales = torch.rand((*experts, groups, n), generator=generator, device=device) * 0.01 + 0.001
-    if CODES[code] == 2:
+    if CODES[code] == 2 or code == "iq4":
         scales *= 0.05
-    zeros = None
-    if code == "int4" and group == 64:
-        zeros = torch.randint(16, (*experts, groups, n), generator=generator, device=device).to(torch.uint8)
-    return Codes(code, pack(codes, code), scales, zeros)
+    zeros = whole(16, groups, n).to(torch.uint8) if kind == "int4" else None
+    lows = scales * whole(16, groups, n) * -1 if extra == "lows" else None
+    factors = None
+    if extra == "factors":  # four of e4m3, 0.5 to 7.5
+        four = (whole(32, k // unit_columns(code), n, 4) + 0x30).to(torch.uint8)
+        factors = four.view(torch.int32).squeeze(-1)
+    return Codes(code, pack(codes, code), scales, zeros, lows=lows, factors=factors)
 
 
 def _difference(run: object, operations: LayerOperations, tolerance: float) -> str:

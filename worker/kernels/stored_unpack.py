@@ -2,7 +2,7 @@
 
 A word of 16 bits holds two codes of 8 bits or four of 4 bits, 16 columns apart (see `stored`). Unpacking a tile of
 words therefore gives two or four tiles of numbers without moving any between threads. Every result is exact in
-bfloat16 and float16.
+bfloat16 and float16, but those of nf4, which are rounded to them.
 
 The assembly handles two words at a time, for NVIDIA from Hopper on (`mul.bf16x2`). Elsewhere the same bits are made one
 by one. Small floats of other formats become numbers by moving their bits to the place of exponent and mantissa, and
@@ -11,8 +11,13 @@ by a product with the difference of the exponents' biases, which is right for su
 
 from __future__ import annotations
 
+import struct
+
+import torch
 import triton
 import triton.language as tl
+
+from .code_tables import TABLES
 
 # Operands: $0 to $3 results, then the words, then the number that stands for 0: 128 + zero, or 1024 + zero in float16.
 _INT4_BF16 = tl.constexpr("""{
@@ -66,6 +71,56 @@ def _e2m1(kind: str, factor: int, mask: int, shift: int) -> str:
 
 _E2M1_BF16 = tl.constexpr(_e2m1("bf16x2", 0x7E807E80, 0x01C001C0, 6))  # 2 ** 126
 _E2M1_F16 = tl.constexpr(_e2m1("f16x2", 0x74007400, 0x0E000E00, 9))  # 2 ** 14
+# Two words, each with four codes, look up the high and the low bytes of four numbers: a `prmt` chooses among the bytes
+# of two registers, so that two of them and a third one between their results choose among 16. The last ones put the
+# bytes of the same place of both words beside each other.
+_WORD_OF_TABLE = """and.b32 s, w, 0x7777;
+shr.u32 p, w, 1;
+lop3.b32 p, p, 0x4444, 0x3210, 0xea;
+prmt.b32 l, HIGH0, HIGH1, s;
+prmt.b32 h, HIGH2, HIGH3, s;
+prmt.b32 h, l, h, p;
+prmt.b32 l, LOW0, LOW1, s;
+prmt.b32 s, LOW2, LOW3, s;
+prmt.b32 l, l, s, p;
+"""
+_TABLE = (
+    """{
+.reg .b32 w, s, p, l, h, a, b, c, d;
+mov.b32 w, $4;
+"""
+    + _WORD_OF_TABLE
+    + """prmt.b32 a, l, h, 0x5140;
+prmt.b32 b, l, h, 0x7362;
+shr.u32 w, $4, 16;
+"""
+    + _WORD_OF_TABLE
+    + """prmt.b32 c, l, h, 0x5140;
+prmt.b32 d, l, h, 0x7362;
+prmt.b32 $0, a, c, 0x5410;
+prmt.b32 $1, a, c, 0x7632;
+prmt.b32 $2, b, d, 0x5410;
+prmt.b32 $3, b, d, 0x7632;
+}"""
+)
+
+
+def _table(code: str, dtype: torch.dtype) -> str:
+    """Return the assembly for the table of a code, rounded to 16 bits."""
+    bits = torch.tensor(TABLES[code]).to(dtype).view(torch.int16).tolist()
+    octets = struct.pack("<16h", *bits)
+    text = _TABLE
+    for place in range(4):
+        four = octets[8 * place : 8 * place + 8]
+        for name, first in (("LOW", 0), ("HIGH", 1)):
+            (value,) = struct.unpack("<I", four[first::2])
+            text = text.replace(f"{name}{place}", f"{value:#010x}")
+    return text
+
+
+_NF4_BF16, _NF4_F16 = (tl.constexpr(_table("nf4", each)) for each in (torch.bfloat16, torch.float16))
+_IQ4_BF16, _IQ4_F16 = (tl.constexpr(_table("iq4", each)) for each in (torch.bfloat16, torch.float16))
+_NF4, _IQ4 = tl.constexpr(TABLES["nf4"]), tl.constexpr(TABLES["iq4"])
 _INT8_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c;
 shr.u32 a, $2, 8;
@@ -151,12 +206,27 @@ def _float(sign, magnitude, SHIFT: tl.constexpr, FACTOR: tl.constexpr, TYPE: tl.
 
 
 @triton.jit
+def _looked_up(code, TABLE: tl.constexpr):
+    """Return the numbers of codes of 4 bits, float32."""
+    one, two, three, four = code & 1 != 0, code & 2 != 0, code & 4 != 0, code & 8 != 0
+    a = tl.where(two, tl.where(one, TABLE[3], TABLE[2]), tl.where(one, TABLE[1], TABLE[0]))
+    b = tl.where(two, tl.where(one, TABLE[7], TABLE[6]), tl.where(one, TABLE[5], TABLE[4]))
+    c = tl.where(two, tl.where(one, TABLE[11], TABLE[10]), tl.where(one, TABLE[9], TABLE[8]))
+    d = tl.where(two, tl.where(one, TABLE[15], TABLE[14]), tl.where(one, TABLE[13], TABLE[12]))
+    return tl.where(four, tl.where(three, d, c), tl.where(three, b, a))
+
+
+@triton.jit
 def _nibble(wide, zero, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.constexpr):
     TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
     code = (wide >> (4 * PLACE)) & 15
     if CODE == "int4":
         FIRST: tl.constexpr = 1024 if HALF else 128
         return ((code + FIRST).to(tl.float32) - zero.to(tl.float32)).to(TYPE)
+    elif CODE == "nf4":
+        return _looked_up(code, _NF4).to(TYPE)
+    elif CODE == "iq4":
+        return _looked_up(code, _IQ4).to(TYPE)
     else:
         return _float(code >> 3, code & 7, 22, 2.0**126, TYPE)
 
@@ -179,6 +249,10 @@ def unpack_four(words, zero, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: t
     """
     if ASSEMBLY and CODE == "int4":
         return _four(words, zero, _INT4_F16 if HALF else _INT4_BF16, HALF)
+    elif ASSEMBLY and CODE == "nf4":
+        return _four(words, zero, _NF4_F16 if HALF else _NF4_BF16, HALF)
+    elif ASSEMBLY and CODE == "iq4":
+        return _four(words, zero, _IQ4_F16 if HALF else _IQ4_BF16, HALF)
     elif ASSEMBLY:
         return _four(words, zero, _E2M1_F16 if HALF else _E2M1_BF16, HALF)
     else:
@@ -201,3 +275,14 @@ def unpack_two(words, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.const
     else:
         wide = words.to(tl.int32) & 0xFFFF
         return _octet(wide, 0, CODE, HALF), _octet(wide, 1, CODE, HALF)
+
+
+@triton.jit
+def unpack_factors(factors, HALF: tl.constexpr):
+    """Unpack int32 [rows] into four vectors of e4m3 numbers, the one in the lowest bits first; see `unpack_four`."""
+    return (
+        _octet(factors, 0, "e4m3", HALF),
+        _octet(factors, 1, "e4m3", HALF),
+        _octet(factors, 2, "e4m3", HALF),
+        _octet(factors, 3, "e4m3", HALF),
+    )

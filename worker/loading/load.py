@@ -273,9 +273,9 @@ def kept_in(fused: FusedDecoder | None, dtype: str) -> str:
 
 
 def _codes_of(fused: FusedDecoder | None, quantisation: Quantisation | None, device: Device) -> frozenset[str]:
-    """Return the codes that kernels will multiply, as stored in the files or made at load."""
+    """Return the kinds of codes that kernels will multiply, as stored in the files or made at load."""
     found = (
-        set() if fused is None else {each.code for each in map(codes_of, fused.product_weights()) if each is not None}
+        set() if fused is None else {each.kind for each in map(codes_of, fused.product_weights()) if each is not None}
     )
     if quantisation is not None and device.runs_kernels:
         return frozenset(found) | codes_made(quantisation.kind)

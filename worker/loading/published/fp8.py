@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvforge.models.safetensors_header import StoredTensor
-from kvforge.worker.kernels.stored import Codes, pack
+from kvforge.worker.kernels.code_tables import pack
+from kvforge.worker.kernels.stored import Codes
 
 from .format import FLOATS, Tensors, Wanted, refuse
 

@@ -1,0 +1,89 @@
+"""The codes of weights that stay in them, and their order in memory (see `stored`).
+
+    code   number of a code
+    int8   -128 to 127
+    e4m3   a float of 8 bits: 4 of exponent, 3 of mantissa, no infinity
+    int4   0 to 15, less a zero for each group (8 without zeros)
+    e2m1   a float of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
+    nf4    one of 16 quantiles of the normal distribution (Dettmers and others, "QLoRA", arXiv 2305.14314)
+    iq4    one of 16 whole numbers, closer to each other around 0 (IQ4_NL of llama.cpp)
+
+Codes are stored in words of 16 bits in an order that kernels unpack without moving numbers between threads: a word has
+two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. A unit is the codes of 16 words of a
+row, 32 or 64 columns; units of the same columns are adjacent, so that a tile of rows is read as one piece of memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+WORDS = 16  # words of a unit, which are 16 columns of each tile
+CODES = {"int8": 2, "e4m3": 2, "int4": 4, "e2m1": 4, "nf4": 4, "iq4": 4}  # codes of a word
+NAMES = {"int8": "int8", "e4m3": "fp8", "int4": "int4", "e2m1": "mxfp4", "nf4": "nf4", "iq4": "iq4"}  # for people
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
+TABLES = {"e2m1": (*E2M1, *(-each for each in E2M1)), "nf4": NF4, "iq4": IQ4}
+ZERO = 8  # the code of 0 in int4 without zeros
+
+
+def unit_columns(code: str) -> int:
+    """Return the columns of a unit: k of a weight must be a multiple of it."""
+    return WORDS * CODES[code]
+
+
+def numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None, zero: int = ZERO) -> torch.Tensor:
+    """Return the numbers of codes without scales.
+
+    Args:
+        codes: [..., n, k] uint8.
+        code: A key of `CODES`.
+        zeros: [..., groups, n] uint8, the codes of 0 in int4, or None.
+        zero: The code of 0 in int4 without zeros.
+
+    Returns:
+        [..., n, k] float32.
+    """
+    if code == "e4m3":
+        return codes.view(torch.float8_e4m3fn).float()
+    if code == "int8":
+        return codes.view(torch.int8).float()
+    if code in TABLES:
+        return torch.tensor(TABLES[code], device=codes.device)[codes.int()]
+    if zeros is None:
+        return codes.float() - zero
+    by_group = codes.float().unflatten(-1, (zeros.shape[-2], -1))
+    return by_group.sub_(zeros.float().transpose(-1, -2)[..., None]).flatten(-2)
+
+
+def pack(codes: torch.Tensor, code: str) -> torch.Tensor:
+    """Pack codes.
+
+    Args:
+        codes: [..., n, k] uint8, one code each; k is a multiple of `unit_columns`.
+        code: A key of `CODES`.
+
+    Returns:
+        [..., k / unit, n, WORDS] int16.
+    """
+    count = CODES[code]
+    bits = 16 // count
+    parts = codes.unflatten(-1, (-1, count, WORDS)).unbind(-2)  # [..., n, units, WORDS] each
+    words = torch.zeros(parts[0].shape, dtype=torch.int32, device=codes.device)
+    for place, part in enumerate(parts):
+        words |= part.int() << (bits * place)
+    return words.to(torch.int16).transpose(-2, -3).contiguous()
+
+
+def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
+    """Return the codes [..., n, k] uint8 of words [..., k / unit, n, WORDS]."""
+    count = CODES[code]
+    bits = 16 // count
+    wide = words.transpose(-2, -3).int() & 0xFFFF
+    parts = [(wide >> (bits * place)) & ((1 << bits) - 1) for place in range(count)]
+    return torch.stack(parts, -2).to(torch.uint8).flatten(-3)
