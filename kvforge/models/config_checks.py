@@ -10,12 +10,9 @@ from typing import Any
 from kvforge.protocol.errors import UnsupportedModel
 
 DEQUANTISED = ("fp8", "mxfp4")  # transformers dequantises them too
-SERVED = (*DEQUANTISED, "awq", "gptq", "compressed-tensors")  # the worker's `loading.published` reads them
-FORMATS = {
-    "bitsandbytes": "bitsandbytes",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "modelopt": "ModelOpt",
-}
+# The worker's `loading.published` reads them.
+SERVED = (*DEQUANTISED, "awq", "gptq", "compressed-tensors", "modelopt", "bitsandbytes")
+FORMATS = {"fbgemm_fp8": "FBGEMM FP8"}
 PLAIN_MODEL = "use the folder of the unquantised model, or its GGUF file"
 # Endings of the names of classes that generate text.
 WRITES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImageTextToText", "ForVision2Seq")

@@ -7,9 +7,11 @@ block size from the grid of scales and treats a tensor without scales as plain n
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from kvforge.protocol.errors import UnsupportedModel
 
 EIGHT_BITS = frozenset({"F8_E4M3", "F8_E5M2"})
 SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's name; `X.scale` means `X.weight_scale_inv`
+MODELOPT_FILE = "hf_quant_config.json"  # beside a config.json without a quantization_config, until 2025
 log = logging.getLogger("worker")
 
 
@@ -52,6 +55,28 @@ def declared_format(config: Any) -> dict[str, Any] | None:
     wanted = _declared(config)
     method, values = _read(wanted)
     return {**values, "quant_method": method} if method else None
+
+
+def format_of_folder(folder: Path, config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a folder, or the content of ModelOpt's own file; None: it has neither.
+
+    Args:
+        folder: The folder.
+        config: Its transformers configuration.
+
+    Raises:
+        UnsupportedModel: ModelOpt's file cannot be read.
+    """
+    found, file = declared_format(config), folder / MODELOPT_FILE
+    if found is not None or not file.is_file():
+        return found
+    try:
+        values = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UnsupportedModel(folder.name, f"its {MODELOPT_FILE} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UnsupportedModel(folder.name, f"its {MODELOPT_FILE} is not a JSON object")
+    return {**values, "quant_method": "modelopt"}
 
 
 def forget_format(config: Any) -> None:

@@ -23,14 +23,15 @@ from kvforge.protocol.choices import WEIGHT_DTYPES
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
+from kvforge.worker.kernels.code_tables import ZERO, unpack
 from kvforge.worker.kernels.expert_loop import Matrices
 from kvforge.worker.kernels.packed import PackedOperations, quantising_problem
 from kvforge.worker.kernels.quantised import GROUP, Groups
-from kvforge.worker.kernels.stored import ZERO, Codes, StoredWeight, by_row, unpack
+from kvforge.worker.kernels.stored import Codes, StoredWeight, by_row
 
 from .code_packer import codes_problem
 from .coded_parts import CodedLinear
-from .formats import declared_format
+from .formats import format_of_folder
 from .gguf_groups import FOUR_BITS, StoredGroups
 from .published import PARSERS, parse_format
 from .source import Source
@@ -97,7 +98,7 @@ def _kinds_in(source: Source, config: Any) -> list[str]:
     if source.format == "gguf":
         names = {each.type_name for each in source.gguf_header.tensors if len(each.shape) == 2} - NOT_QUANTISED
         return ["int4" if name in FOUR_BITS else "int8" for name in names]
-    values = declared_format(config) if source.format == "safetensors" else None
+    values = format_of_folder(source.folder, config) if source.format == "safetensors" else None
     if values is None or values["quant_method"] not in PARSERS:
         return []
     found = parse_format(values, source.name)

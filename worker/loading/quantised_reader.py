@@ -33,7 +33,7 @@ from .slices import TensorSlice, stored_names
 
 # Experts stored one by one, and the parameter that joins them.
 JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-COLUMNS = {"int8": 32, "fp8": 32, "int4": 64, "mxfp4": 64}  # that columns must be a multiple of
+COLUMNS = {"int8": 32, "fp8": 32, "int4": 64, "mxfp4": 64, "nvfp4": 64, "nf4": 64}  # that columns must be a multiple of
 WEIGHT = ".weight"
 log = logging.getLogger("worker")
 

@@ -128,8 +128,8 @@ def test_what_is_here_needs_no_hub(served: FakeHub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "word", "fetched"),
     [
-        (folder({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes"}}), "quantised by bitsandbytes", 1),
-        (folder({**LLAMA, "quantization_config": {"quant_method": "modelopt"}}), "quantised by ModelOpt", 1),
+        (folder({**LLAMA, "quantization_config": {"quant_method": "quark"}}), "quantised by quark", 1),
+        (folder({**LLAMA, "quantization_config": {"quant_method": "fbgemm_fp8"}}), "quantised by FBGEMM FP8", 1),
         (folder({"model_type": "vit", "architectures": ["ViTForImageClassification"]}), "vision-only", 1),
         (folder({"model_type": "siglip", "architectures": ["SiglipModel"]}), "vision-only", 1),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": NO_TENSORS}, "holds an adapter", 0),

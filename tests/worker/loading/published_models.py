@@ -14,6 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 Weights = dict[str, torch.Tensor]
 TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+NF4 = torch.tensor(  # of bitsandbytes/functional.py
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+)
 FIELDS = {
     "vocab_size": 130,
     "hidden_size": 128,
@@ -207,6 +214,66 @@ def mxfp4(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     return tensors, numbers.transpose(1, 2)
 
 
+def nearest_e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest codes of 4-bit floats, and their numbers."""
+    nearest = (scaled.abs()[..., None] - TABLE).abs().argmin(-1)
+    return nearest + 8 * (scaled < 0), TABLE[nearest] * torch.where(scaled < 0, -1, 1)
+
+
+def nvfp4(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bytes, the scales, the scale of the whole and the numbers."""
+    parts = weight.unflatten(1, (-1, 16))
+    whole = weight.abs().max() / (6 * 448)
+    scales = (parts.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    wide = scales.float()[..., None] * whole
+    codes, numbers = nearest_e2m1(parts / wide.clamp_min(1e-20))
+    codes = codes.flatten(1)
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8), scales, whole, (numbers * wide).flatten(1)
+
+
+def nvfp4_packed(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
+    """As compressed-tensors stores it: the scale of the whole divides, and that of activations is stored too."""
+    octets, scales, whole, numbers = nvfp4(name, weight)
+    tensors = {f"{name}_packed": octets, f"{name}_scale": scales, f"{name}_global_scale": 1 / whole[None]}
+    return tensors | {f"{name.removesuffix('.weight')}.input_global_scale": torch.tensor([3.0])}, numbers
+
+
+def nvfp4_modelopt(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
+    octets, scales, whole, numbers = nvfp4(name, weight)
+    tensors = {name: octets, f"{name}_scale": scales, f"{name}_scale_2": whole}
+    return tensors | {f"{name.removesuffix('.weight')}.input_scale": torch.tensor(3.0)}, numbers
+
+
+def nf4(nested: bool) -> Callable[[str, torch.Tensor], tuple[Weights, torch.Tensor]]:
+    """As bitsandbytes stores it, in blocks of 64; nested: with scales of 8 bits."""
+
+    def pack(name: str, weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
+        blocks = weight.reshape(-1, 64)
+        scales = blocks.abs().amax(1)
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+        tensors: Weights = {}
+        if nested:
+            table, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+            apart = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 256)).view(-1, 256)
+            of_256 = apart.abs().amax(1)
+            chosen = (apart[..., None] / of_256[:, None, None] - table).abs().argmin(-1).flatten()[: len(scales)]
+            scales = table[chosen] * of_256.repeat_interleave(256)[: len(scales)] + offset
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {f"{name}.absmax": chosen.to(torch.uint8), f"{name}.nested_absmax": of_256}
+            tensors[f"{name}.nested_quant_map"] = table
+        else:
+            tensors[f"{name}.absmax"] = scales
+        codes = (blocks[..., None] / scales[:, None, None] - NF4).abs().argmin(-1)
+        pairs = codes.flatten().to(torch.uint8)
+        tensors[name] = (pairs[::2] * 16 + pairs[1::2])[:, None]
+        tensors[f"{name}.quant_map"] = NF4.clone()
+        octets = list(json.dumps(state).encode())
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(octets, dtype=torch.uint8)
+        return tensors, (NF4[codes] * scales[:, None]).view(weight.shape)
+
+    return pack
+
+
 def compressed(weights: dict[str, Any], layout: str) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "input_activations": None}
     return {
@@ -221,6 +288,19 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format"
 IN_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+OF_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}},
+}
+BITSANDBYTES = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "layer_types": ["full_attention"] * 2}
 LATENTS = {  # rotary keys fill half a block
     "q_lora_rank": 64,
@@ -273,4 +353,10 @@ CASES = (
     Case("experts-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3_moe", MOE),
     Case("latents-blocks", BLOCKS, fp8_blocks, "fp8", "deepseek_v3", LATENTS),
     Case("experts-awq", AWQ, awq, "int4", "qwen3_moe", MOE),
+    Case("nvfp4", compressed(OF_NVFP4, "nvfp4-pack-quantized"), nvfp4_packed, "nvfp4"),
+    Case("nvfp4-modelopt", MODELOPT, nvfp4_modelopt, "nvfp4", "qwen3"),
+    Case("experts-nvfp4", MODELOPT, nvfp4_modelopt, "nvfp4", "qwen3_moe", MOE),
+    Case("nf4", BITSANDBYTES, nf4(nested=False), "nf4"),
+    Case("nf4-nested", BITSANDBYTES | {"bnb_4bit_use_double_quant": True}, nf4(nested=True), "nf4"),
+    Case("experts-nf4", BITSANDBYTES, nf4(nested=False), "nf4", "qwen3_moe", MOE),
 )

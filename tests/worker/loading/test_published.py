@@ -110,6 +110,8 @@ PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(C
         ("gptq-act-order", {"int8": 9}),  # columns in another order are quantised anew
         ("packed-zeros", {"int4": 8, "int8": 1}),
         ("fp8-blocks", {"int8": 9}),
+        ("nvfp4", {"int8": 9}),
+        ("nf4-nested", {"int8": 9}),
         ("experts-awq", {"int4": 4 + 16, "int8": 1}),
         ("mxfp4", {"int8": 4 + 16 + 1}),
     ],
@@ -130,6 +132,24 @@ def test_a_cpu_packs_the_codes(name: str, kinds: dict[str, int], tmp_path: Path,
     assert apart(model.module, plain) < (0.02 if set(kinds) == {"int4", "int8"} else 0.1)
 
 
+def test_modelopts_own_file_describes_the_weights(tmp_path: Path) -> None:
+    """Folders of before 2025 have it in place of a quantization_config."""
+    from kvforge.worker.loading.verification import use_attention
+
+    plain = write_checkpoint(BY_NAME["nvfp4-modelopt"], tmp_path)
+    file, own = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    values = json.loads(file.read_text())
+    del values["quantization_config"]
+    file.write_text(json.dumps(values))
+    own.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}}))
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 1e-4
+    own.write_text("[]")
+    with pytest.raises(UnsupportedModel, match=r"its hf_quant_config.json is not a JSON object"):
+        load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+
+
 def changed(folder: Path, change: Callable[[Weights], Weights]) -> None:
     file = folder / "model.safetensors"
     save_file({name: each.contiguous() for name, each in change(load_file(file)).items()}, file, {"format": "pt"})
@@ -145,6 +165,13 @@ def with_changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 OUTPUT = "model.layers.1.self_attn.o_proj"
 EXPERT = "model.layers.0.mlp.experts.2.up_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def octets(values: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
+
+
 DAMAGED = (
     ("awq", without(f"{OUTPUT}.scales"), f"has no tensor {OUTPUT}.scales, which AWQ in groups of 64 has"),
     ("awq", without(f"{OUTPUT}.qweight"), f"has no tensor {OUTPUT}.qweight"),
@@ -174,6 +201,50 @@ DAMAGED = (
         f"{OUTPUT}.weight is I32 .*, and has to be I8",
     ),
     ("experts-awq", without(f"{EXPERT}.scales"), f"has no tensor {EXPERT}.scales"),
+    ("nvfp4", without(f"{OUTPUT}.weight_global_scale"), f"has no tensor {OUTPUT}.weight_global_scale, which nvfp4 has"),
+    (
+        "nvfp4",
+        with_changed(f"{OUTPUT}.weight_scale", lambda t: t[:, ::2]),
+        rf"{OUTPUT}.weight_scale is F8_E4M3 \[128, 4\], and has to be F8_E4M3 \[128, 8\]",
+    ),
+    (
+        "nvfp4",
+        with_changed(f"{OUTPUT}.weight_scale", lambda t: torch.full_like(t.float(), torch.nan).to(t.dtype)),
+        f"{OUTPUT}.weight_scale holds NaN",
+    ),
+    (
+        "nvfp4",
+        with_changed(f"{OUTPUT}.weight_global_scale", lambda t: t * 0),
+        f"{OUTPUT}.weight_global_scale holds NaN",
+    ),
+    ("nvfp4-modelopt", without(f"{OUTPUT}.weight_scale_2"), f"has no tensor {OUTPUT}.weight_scale_2"),
+    ("nvfp4-modelopt", with_changed(f"{OUTPUT}.weight", lambda t: t[:, :-1]), rf"{OUTPUT}.weight is U8 \[128, 63\]"),
+    ("nf4", without(f"{OUTPUT}.weight.absmax"), f"has no tensor {OUTPUT}.weight.absmax, which bitsandbytes NF4 has"),
+    (
+        "nf4",
+        with_changed(f"{OUTPUT}.weight.absmax", lambda t: t[:-1]),
+        rf"{OUTPUT}.weight.absmax is F32 \[255\], and has to be F32 or U8 \[256\]",
+    ),
+    (
+        "nf4",
+        with_changed(f"{OUTPUT}.weight.quant_map", lambda t: t.flip(0)),
+        f"{OUTPUT}.weight.quant_map is not that of",
+    ),
+    ("nf4", with_changed(f"{OUTPUT}.{STATE}", lambda t: t[:-1]), f"{OUTPUT}.{STATE} is not a JSON object"),
+    (
+        "nf4",
+        with_changed(f"{OUTPUT}.{STATE}", lambda _: octets({"quant_type": "nf4", "shape": [64, 256]})),
+        rf"{OUTPUT}.{STATE} describes nf4 \[64, 256\], and has to describe nf4 \[128, 128\]",
+    ),
+    ("nf4-nested", without(f"{OUTPUT}.weight.nested_quant_map"), f"has no tensor {OUTPUT}.weight.nested_quant_map"),
+    ("nf4-nested", without(f"{OUTPUT}.weight.nested_absmax"), f"has no tensor {OUTPUT}.weight.nested_absmax"),
+    (
+        "nf4-nested",
+        with_changed(
+            f"{OUTPUT}.{STATE}", lambda _: octets({"quant_type": "nf4", "shape": [128, 128], "nested_blocksize": 64})
+        ),
+        f"{OUTPUT}.{STATE} has nested_blocksize = 64, not 256",
+    ),
 )
 
 
@@ -239,6 +310,30 @@ SPARSE = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights
             "marlin-24",
         ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "has weight_block_size"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "has quant_algo = 'W4A8_AWQ'.*expected NVFP4 or FP8"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 32}},
+            "has group_size = 32",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor"}}},
+            },
+            "has strategy = 'tensor'.*expected 'tensor_group' of nvfp4-pack-quantized",
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "has load_in_4bit = None"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "has bnb_4bit_quant_type = 'fp4'.*expected nf4"),
+        (
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+            "has bnb_4bit_quant_storage = 'bfloat16'",
+        ),
         ({"quant_method": "quark"}, "'quark', which kvforge does not read"),
     ],
 )
@@ -273,7 +368,7 @@ def weights_of(module: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8-tensor", "fp8-blocks", "int8-channels", "awq", "gptq", "packed", "experts-blocks"]
+    "name", ["fp8-tensor", "fp8-blocks", "int8-channels", "awq", "gptq", "packed", "experts-blocks", "nvfp4", "nf4"]
 )
 def test_two_ranks_divide_the_codes(name: str, tmp_path: Path) -> None:
     case = BY_NAME[name]
@@ -291,7 +386,7 @@ def test_two_ranks_divide_the_codes(name: str, tmp_path: Path) -> None:
         assert torch.equal(joined, numbers), path
 
 
-@pytest.mark.parametrize("name", ["experts-awq", "mxfp4"])
+@pytest.mark.parametrize("name", ["experts-awq", "mxfp4", "experts-nvfp4"])
 def test_two_ranks_divide_the_experts(name: str, tmp_path: Path) -> None:
     case = BY_NAME[name]
     write_checkpoint(case, tmp_path)

@@ -1,9 +1,10 @@
-"""compressed-tensors: fp8, int8, and int4 and int8 packed into words (github.com/vllm-project/compressed-tensors).
+"""compressed-tensors: fp8, int8, nvfp4, and int4 and int8 in words (github.com/vllm-project/compressed-tensors).
 
     float-quantized  weight F8_E4M3 [n, k], weight_scale: one, [n, 1], or one for each block
     int-quantized    weight I8 [n, k], weight_scale [n, 1] or one
     pack-quantized   weight_packed I32 [n, k / codes of a word], weight_scale [n, groups], weight_shape I64 [2],
                      weight_zero_point I32 [n / codes of a word, groups], weight_g_idx I32 [k]
+    nvfp4-pack-quantized  see `nvfp4`
 
 Packed codes and zeros are stored 2^(bits - 1) higher, the lowest bits first. A number is (code - zero) x scale.
 """
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 
 from kvforge.models.safetensors_header import StoredTensor
-from kvforge.worker.kernels.stored import Codes, pack
+from kvforge.worker.kernels.code_tables import pack
+from kvforge.worker.kernels.stored import Codes
 
 from .format import FLOATS, GROUP_SIZES, Tensors, Wanted, by_group, refuse, unpacked, whole_number
 from .fp8 import Fp8, block_of
 from .gptq import order_of
+from .nvfp4 import Nvfp4, of_compressed_tensors
 
-STRATEGIES = ("tensor", "channel", "group", "block")
-FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+NVFP4 = "nvfp4-pack-quantized"
+FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", NVFP4)
 IGNORED = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 
 
@@ -117,7 +121,7 @@ class PackQuantized:
         return Codes("int4", pack(codes, "int4"), scales, zeros, order=order)
 
 
-def parse(values: Mapping[str, Any], model: str) -> Fp8 | IntQuantized | PackQuantized:
+def parse(values: Mapping[str, Any], model: str) -> Fp8 | IntQuantized | PackQuantized | Nvfp4:
     """Parse the configuration.
 
     Raises:
@@ -145,8 +149,10 @@ def parse(values: Mapping[str, Any], model: str) -> Fp8 | IntQuantized | PackQua
 
 def _of_weights(
     weights: Mapping[str, Any], layout: str, strategy: str, model: str
-) -> Fp8 | IntQuantized | PackQuantized:
+) -> Fp8 | IntQuantized | PackQuantized | Nvfp4:
     kind = weights.get("type")
+    if layout == NVFP4:
+        return of_compressed_tensors(weights, model)
     if layout == "pack-quantized":
         bits = whole_number(weights, "num_bits", model, (4, 8))
         group = whole_number(weights, "group_size", model, GROUP_SIZES) if strategy == "group" else 0

@@ -30,7 +30,7 @@ class PublishedFormat(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of the numbers for people: fp8, int8, int4 or mxfp4."""
+        """Name of the numbers for people: fp8, int8, int4, mxfp4, nvfp4 or nf4."""
 
     @property
     def label(self) -> str:
