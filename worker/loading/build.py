@@ -17,7 +17,7 @@ from .code_packer import codes_problem
 from .composite import config_for, is_composite, is_removed, model_class, text_part
 from .early_checks import EarlyChecks
 from .families import family_of_class
-from .formats import check_scales, complete_dtype, declared_format, dequantise, forget_format
+from .formats import check_scales, complete_dtype, dequantise, forget_format, format_of_folder
 from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lazy_compiler import less_of_torch
@@ -101,7 +101,7 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     Raises:
         UnsupportedModel: Neither does.
     """
-    values = declared_format(config) if source.format == "safetensors" else None
+    values = format_of_folder(source.folder, config) if source.format == "safetensors" else None
     if values is None or values["quant_method"] not in PARSERS:
         return None
     keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
@@ -189,6 +189,11 @@ def _load(
     if source.format == "gguf":
         check_rotation(source, module)
     check_finite(module, source.name, names.of)
+    if source.format == "gguf" and device.runs_kernels and not codes_problem(device, dtype):
+        from .gguf_levels import keep_levels
+
+        if family_of_class(type(module)) is not None:  # its layers are described, and multiply codes
+            keep_levels(module, source, names.stored, dtype, device.torch_device)
     return module
 
 

@@ -11,7 +11,7 @@ import torch
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 from kvforge.worker.kernels import LayerOperations
-from kvforge.worker.kernels.stored import StoredWeight, quantise_codes, stored_problem
+from kvforge.worker.kernels.stored import StoredWeight, quantise_codes, stack_experts, stored_problem
 
 CODES = {"fp8": "e4m3", "int8": "int8", "int4": "int4"}  # by the name of the setting
 HEAD_CODES = CODES | {"int4": "int8"}  # 4 bits cost more there than they save
@@ -80,6 +80,9 @@ class CodePacker:
         return self._quantised(matrices, CODES[self._kind])
 
     def _quantised(self, weight: torch.Tensor, code: str) -> torch.Tensor:
+        if isinstance(weight, StoredWeight):  # of experts in other codes, one by one
+            parts = [quantise_codes(each.widened(), code) for each in weight]
+            return StoredWeight(stack_experts(parts), weight.dtype)
         if problem := stored_problem(weight.shape, code):
             log.info("a weight of %s stays in %s: %s", list(weight.shape), weight.dtype, problem)
             return weight

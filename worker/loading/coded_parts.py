@@ -15,7 +15,7 @@ from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts, find_activation
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.plain import PlainOperations
-from kvforge.worker.kernels.stored import Codes, StoredWeight, join_rows
+from kvforge.worker.kernels.stored import Codes, StoredWeight, join_alike
 
 
 class CodedLinear(PackedRows):
@@ -53,7 +53,7 @@ class CodedLinear(PackedRows):
 
 
 def coded_linears(parts: Sequence[Any], orders: Sequence[torch.Tensor | None]) -> StoredWeight | None:
-    """Return the joined weight of projections in codes; None if one of them is not, or their codes differ.
+    """Return the joined weight of projections in codes; None if one of them is not, or they have none in common.
 
     Args:
         parts: The projections.
@@ -65,7 +65,7 @@ def coded_linears(parts: Sequence[Any], orders: Sequence[torch.Tensor | None]) -
         part.codes if order is None else part.codes.in_row_order(order)
         for part, order in zip(parts, orders, strict=True)
     ]
-    joined = found[0] if len(found) == 1 else join_rows(found)
+    joined = found[0] if len(found) == 1 else join_alike(found)
     return None if joined is None else StoredWeight(joined, parts[0].stored.dtype)
 
 

@@ -1,6 +1,6 @@
 """The source of a model: its format and files.
 
-There are three formats: a GGUF file (dequantised by transformers at load), a Hugging Face folder with safetensors, and
+There are three formats: a GGUF file (see `gguf_levels`), a Hugging Face folder with safetensors, and
 "dummy" (random weights for a configuration). Code in a model folder is never run and pickled weights are never read.
 """
 

@@ -9,6 +9,11 @@ from typing import Any
 import gguf
 import numpy as np
 
+# About the largest number of a type for a scale of 1.
+TYPICAL = {"Q4_0": 8, "Q4_1": 8, "Q4_K": 500, "IQ4_NL": 127, "IQ4_XS": 4000, "Q8_0": 127, "Q5_0": 16, "Q5_1": 16} | {
+    "Q5_K": 1000,
+    "Q6_K": 4000,
+}
 Tensors = dict[str, np.ndarray]
 Metadata = dict[str, Any]
 
@@ -20,11 +25,13 @@ def write_gguf(
     metadata: Metadata | None = None,
     change: Callable[[Tensors], object] = lambda _: None,
     stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    made_up: dict[str, str] | None = None,
 ) -> Path:
     """Write a file of a transformers model.
 
     metadata: keys to add ("rope.freq_base" gets the architecture in front; None: omit the key). change: may alter the
-    tensors, by their names in the file. stored: type of the matrices; all other tensors are float32.
+    tensors, by their names in the file. stored: type of the matrices; all other tensors are float32. made_up: name of
+    the type of the tensors with the key in their names, which get random numbers.
     """
     config = module.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -48,6 +55,11 @@ def write_gguf(
     tensors = converted(module, architecture)
     change(tensors)
     for name, array in tensors.items():
+        made = next((each for part, each in (made_up or {}).items() if part in name), None)
+        if made is not None:
+            octets = random_octets(made, array.shape, len(name))
+            writer.add_tensor(name, octets, raw_dtype=gguf.GGMLQuantizationType[made])
+            continue
         kind = stored if array.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -55,6 +67,23 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_octets(name: str, shape: tuple[int, ...], seed: int, size: float = 1.0) -> np.ndarray:
+    """Return random blocks of a quantised type: any byte is a valid level, but not every scale is finite or small."""
+    block, count = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    rng = np.random.default_rng(seed)
+    octets = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, count), dtype=np.uint8)
+    if name == "MXFP4":
+        octets[..., 0] = rng.integers(118, 124, octets.shape[:-1])
+        return octets.reshape(*shape[:-1], -1)
+    first = 208 if name == "Q6_K" else 0
+    floats = 2 if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    scales = rng.uniform(0.5, 1.0, (*octets.shape[:-1], floats)) * size / TYPICAL[name]
+    if floats == 2:  # the other one: about the middle of the levels
+        scales[..., 1] *= -8 if name == "Q4_1" else -16 if name == "Q5_1" else 8 if name == "Q4_K" else 16
+    octets[..., first : first + 2 * floats] = scales.astype(np.float16).view(np.uint8)
+    return octets.reshape(*shape[:-1], -1)
 
 
 def converted(module: Any, architecture: str) -> Tensors:
