@@ -15,7 +15,6 @@ import torch
 
 import tests.interpreted  # noqa: F401 - before a kernel is imported
 from kvforge.text.grammar_trials import GrammarTrials
-from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
@@ -140,8 +139,8 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
 
     def run(model: LoadedModel, sequences: list[Any], chunks: list[list[int]]) -> list[torch.Tensor]:
         block_size = model.geometry.block_size
-        width = -(-max(map(len, sequences)) // block_size)
-        count = len(sequences)
+        blocks, count = -(-max(map(len, sequences)) // block_size), len(sequences)
+        width = blocks + model.geometry.state_blocks
         pool = KvPool(model.geometry, width * count + 3, model.device)
         for cache in pool.tensors():
             cache.fill_(float("nan"))
@@ -152,7 +151,7 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
         for chunk in chunks:
             rows = [row for row in range(count) if chunk[row]]
             counts = np.array([chunk[row] for row in rows], np.int32)
-            batch = PagedBatch.build(tables[rows], done[rows], counts, block_size, model.device)
+            batch = pool.batch(tables[rows, :blocks], done[rows], counts, states=tables[rows, blocks:])
             spans = [np.arange(done[row], done[row] + chunk[row]) for row in rows]
             ids = np.concatenate([np.asarray(sequences[row])[span] for row, span in zip(rows, spans, strict=True)])
             logits = model.forward(

@@ -31,7 +31,8 @@ class PagedBatch:
     """The structure of one step, shared by all layers.
 
     Attributes:
-        tables: [rows, width] int64 on the host, block ids in the pool.
+        tables: [rows, width] int64 on the host, entries of the layers' tensors: block ids in the pool, unless it is
+            page-major (see `pool`).
         starts: [rows] int64 on the host, position of each row's first new token.
         counts: [rows] int64 on the host, new tokens of each row.
         lengths: [rows] int64 on the host, starts + counts.
@@ -41,6 +42,8 @@ class PagedBatch:
         block_size: Tokens per block.
         device: The device.
         generated: [rows] bool on the host, decodes: rows of one token that was generated, or counts as generated.
+        states: [rows, state blocks] int32 on the host, pool-local ids of the pages of each row's recurrent state; None
+            for models without one.
         plans: Data that implementations derive from the above; cleared at each refill.
     """
 
@@ -53,6 +56,7 @@ class PagedBatch:
     block_size: int
     device: Device
     generated: npt.NDArray[np.bool_]
+    states: Int32Array | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)

@@ -1,5 +1,10 @@
 """The KV pool: geometry, byte counts, and tensors.
 
+Memory is layer-major: K and V of each layer have a tensor of their own. For models with recurrent states it is
+page-major: the K and V of all layers of a block lie together in one page, so that a page can hold a part of a
+sequence's state instead. K and V of a layer are then views in which block b is entry b x `entries_per_block`, and block
+tables are scaled by that factor once per step (`KvPool.batch`). Attention is the same for both.
+
 Invariants: every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound, and is
 checked before memory is allocated. No unwritten slot is read: new memory is uninitialised, and attention gathers only
 slots below a row's length.
@@ -9,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +23,15 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.device.device import Device
 
+from .batch import PagedBatch
 from .interface import KvLayer
 from .quantised import as_bytes
+from .states import StateLayout, StatePages, StateTensor
 
 BYTES_MAX = 2**63 - 1
 SLICED_COPIES_MAX = 16  # beyond, the host takes longer to cut slices than to copy by indices
+SLOTS_MAX = 2**31 - 1  # kernels take slots of 32 bits
+BITS = {2: torch.int16, 4: torch.int32}  # by bytes
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,13 @@ class LayerShape:
 class KvGeometry:
     """Layout of a block: `block_size` tokens of K and V for every layer. Layers may differ in shape.
 
+    Attributes:
+        layers: The layers that attend.
+        block_size: Tokens per block.
+        kv_dtype: A name in `KV_DTYPES`.
+        states: The recurrent state of a sequence, for models that have one. All layers then have the same shape and
+            memory of their own, without scales.
+
     Raises:
         InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, latent, shared_with,
             kv_dtype, bytes_per_block.
@@ -82,6 +99,7 @@ class KvGeometry:
     layers: tuple[LayerShape, ...]
     block_size: int
     kv_dtype: str
+    states: tuple[StateTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -107,6 +125,39 @@ class KvGeometry:
                 raise InvalidConfiguration("shared_with", problem)
         if self.bytes_per_block > BYTES_MAX:
             raise InvalidConfiguration("bytes_per_block", f"{self.bytes_per_block} does not fit in 64 bits")
+        if self.states:
+            self._check_states()
+
+    def _check_states(self) -> None:
+        """Check that all K and V of a block are equal parts of a page."""
+        if self.dtype.scale_bytes:
+            problem = (
+                f"{self.kv_dtype!r} has scales, and the model has recurrent states: use float32, float16 or bfloat16"
+            )
+            raise InvalidConfiguration("kv_dtype", problem)
+        first = self.layers[0]
+        for index, shape in enumerate(self.layers):
+            if shape != first or shape.shared_with is not None:
+                problem = (
+                    f"layer {index} is {shape}, the first {first}: a model with recurrent states needs equal layers"
+                )
+                raise InvalidConfiguration("layers", problem)
+        assert self.state_layout is not None  # checks the size of a page
+
+    @cached_property
+    def state_layout(self) -> StateLayout | None:
+        """The places of a sequence's state in its pages; None for a model without one."""
+        return StateLayout(self.states, self.bytes_per_block) if self.states else None
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that a sequence's state takes; 0 for a model without one."""
+        return self.state_layout.pages if self.state_layout is not None else 0
+
+    @property
+    def entries_per_block(self) -> int:
+        """Entries of a layer's K and V tensors from one block to the next: see the module."""
+        return len(self.layers) * self.layers[0].stored if self.states else 1
 
     @classmethod
     def uniform(cls, *, layers: int, kv_heads: int, head_size: int, block_size: int, kv_dtype: str) -> KvGeometry:
@@ -183,6 +234,7 @@ class KvPool:
 
     Attributes:
         layers: One KvLayer per layer; layers that share memory have the same one.
+        states: The recurrent states of sequences; None for a model without them.
 
     Raises:
         InvalidConfiguration: The size is invalid.
@@ -199,11 +251,38 @@ class KvPool:
         if self.bytes > device.free_bytes():
             problem = f"{blocks} blocks take {self.bytes} bytes; {device.name} has {device.free_bytes()} free"
             raise InvalidConfiguration("blocks", problem)
+        self.layers: list[KvLayer] = []
+        self.states: StatePages | None = None
+        self._pages: torch.Tensor | None = None  # [blocks, entries per block, block_size, kv_heads, head_size]
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
-            self.layers: list[KvLayer] = []
+            if geometry.state_layout is not None:
+                self._allocate_pages(geometry.state_layout)
+                return
             for shape in geometry.layers:
                 shared = shape.shared_with
                 self.layers.append(self._allocate(shape) if shared is None else self.layers[shared])
+
+    def _allocate_pages(self, states: StateLayout) -> None:
+        """Allocate page-major memory.
+
+        Raises:
+            InvalidConfiguration: There are more entries than slots of 32 bits can name.
+        """
+        geometry, entries = self.geometry, self.geometry.entries_per_block
+        if self.blocks * entries * self.block_size > SLOTS_MAX:
+            most = SLOTS_MAX // (entries * self.block_size)
+            raise InvalidConfiguration("blocks", f"{self.blocks} is more than {most}, the most for this model's layers")
+        shape = geometry.layers[0]
+        size = (self.blocks, entries, self.block_size, shape.kv_heads, shape.head_size)
+        self._pages = self.device.allocate(size, geometry.dtype.torch_dtype)
+        self.states = StatePages(states, self._pages.view(self.blocks, -1).view(torch.uint8))
+        flat, length = self._pages.flatten(0, 1), (self.blocks - 1) * entries + 1
+        views = [flat[first : first + length] for first in range(entries)]
+        for index in range(0, entries, shape.stored):
+            if shape.latent:
+                self.layers.append(KvLayer.of_latents(views[index], shape.latent))
+            else:
+                self.layers.append(KvLayer(*views[index : index + 2]))
 
     def _allocate(self, layer: LayerShape) -> KvLayer:
         dtype, shape = self.geometry.dtype, (self.blocks, self.block_size, layer.kv_heads)
@@ -213,8 +292,42 @@ class KvPool:
             return KvLayer.of_latents(caches[0], layer.latent, *scales)
         return KvLayer(*caches, *scales)
 
+    def batch(
+        self,
+        tables: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        generated: npt.NDArray[np.bool_] | None = None,
+        states: npt.NDArray[np.int32] | None = None,
+    ) -> PagedBatch:
+        """Build the batch of a step over this pool.
+
+        Args:
+            tables: [rows, width] int32, pool-local block ids.
+            starts: [rows] int32.
+            counts: [rows] int32.
+            generated: [rows] bool; None: rows of one token.
+            states: [rows, state blocks] int32, pool-local ids of the pages of each row's state; None for a model
+                without one.
+
+        Returns:
+            The batch.
+
+        Raises:
+            InvalidRequest: Names the invalid argument.
+        """
+        entries = self.geometry.entries_per_block
+        batch = PagedBatch.build(
+            tables if entries == 1 else tables * np.int32(entries),
+            *(starts, counts, self.block_size, self.device, generated),
+        )
+        batch.states = states
+        return batch
+
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
         """Copy the first slots of blocks, K and V in every layer, with their scales.
+
+        A copy of `block_size` tokens copies all bytes of a block, also of one that holds a part of a state.
 
         Args:
             copies: [n, 3] int32 (from block, to block, tokens), pool-local ids that the caller has checked. All copies
@@ -228,6 +341,11 @@ class KvPool:
         sources, targets, tokens = copies.astype(np.int64).T
         rows = np.repeat(np.arange(len(copies)), tokens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+        if self._pages is not None:
+            upload, places = self.device.upload, self.device.upload(offsets)
+            pages = self._pages.view(BITS[self._pages.itemsize])  # states are no numbers of the KV dtype
+            pages[upload(targets[rows]), :, places] = pages[upload(sources[rows]), :, places]
+            return
         source_slots = self.device.upload(sources[rows] * self.block_size + offsets)
         target_slots = self.device.upload(targets[rows] * self.block_size + offsets)
         for cache in self.tensors():
@@ -236,8 +354,9 @@ class KvPool:
 
     def _copy_slices(self, copies: list[list[int]]) -> None:
         """Copy few blocks as slices: torch launches one kernel for many of them, and uploads no indices."""
+        slots = (slice(None),) if self._pages is not None else ()  # a page has the slots of every layer
         pairs = [
-            (held[target, :tokens], held[source, :tokens])
+            (held[(target, *slots, slice(tokens))], held[(source, *slots, slice(tokens))])
             for held in (cache.view(torch.uint8) for cache in self.tensors())
             for source, target, tokens in copies
             if tokens
@@ -260,11 +379,14 @@ class KvPool:
 
     def close(self) -> None:
         """Return the memory to the device. Closing twice is harmless."""
-        self.layers = []
+        self.layers, self.states, self._pages = [], None, None
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Yield every tensor of the pool once: [blocks, block_size, ...] each."""
+        """Yield every tensor of the pool once: [blocks, block_size, ...] each, or all pages [blocks, entries, ...]."""
+        if self._pages is not None:
+            yield self._pages
+            return
         for layer, shape in zip(self.layers, self.geometry.layers, strict=False):  # none once it is closed
             if shape.shared_with is not None:
                 continue

@@ -177,14 +177,17 @@ def load_model(
         digest = joined_digest(ranks.texts(digest))
     progress("checking kernels", 0.9)
     context = ForwardContext(chosen)
-    shapes = bind_layers(module, context, served_tokens, device)
-    geometry = KvGeometry(shapes, block_size, kv_dtype)
+    bound = bind_layers(module, context, served_tokens, device)
+    shapes = bound.shapes
+    if bound.states and ranks is not None:
+        raise UnsupportedModel(found.name, "its layers keep a recurrent state, which several ranks cannot divide")
+    geometry = KvGeometry(shapes, block_size, kv_dtype, bound.states)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
     operations = choose_operations(device, torch_dtype)
     packs = isinstance(operations, PackedOperations)
     first = PlainOperations() if packs else operations
-    fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
+    fused = None if bound.states else fuse(module, bound_options(module), first, context.attention, ranks=ranks)
     if fused is None and has_codes(module):
         raise UnsupportedModel(
             found.name, "its weights are quantised, and its layers could not be described: see the log"
@@ -234,6 +237,7 @@ def load_model(
         accepts_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
         fused=fused,
         ranks=ranks,
+        prompt_chunk=bound.prompt_chunk,
     )
     progress("comparing with transformers", 0.93)
     with device.errors("comparing the model with transformers' own"):

@@ -10,6 +10,7 @@ used: the batch alone defines causality. `probe` checks the requirements on the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,19 @@ BINDING = "kvforge_binding"
 
 
 class ForwardContext:
-    """Inputs of the attention function of every layer during one forward pass; empty between passes."""
+    """Inputs of the attention function of every layer during one forward pass; empty between passes.
+
+    Attributes:
+        attention: The implementation.
+        batch: The structure of the step.
+        pool: The KV pool.
+        separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
+            `trial`).
+    """
 
     def __init__(self, attention: PagedAttention) -> None:
         self.attention = attention
+        self.separate = False
         self.batch: PagedBatch | None = None
         self.pool: KvPool | None = None
 
@@ -110,6 +120,7 @@ class LoadedModel:
             `fusion`).
         unsteady: Why a row's bits may depend on other rows; "" if they do not.
         ranks: The group of ranks that compute the model together. All ranks make every pass in the same order.
+        prompt_chunk: Chunks of a prompt begin and end at multiples of this many tokens (see `mixers`).
     """
 
     info: ModelInfo
@@ -123,13 +134,16 @@ class LoadedModel:
     fused: FusedDecoder | None = None
     unsteady: str = ""
     ranks: Ranks | None = None
+    prompt_chunk: int = 1
 
     @property
     def wants_kinds(self) -> bool:
         """Whether generated tokens must be distinguished from prompt tokens (see `step.token_kinds`).
 
-        On a CPU both round alike.
+        On a CPU both round alike, except in layers with a recurrent state.
         """
+        if self.geometry.states:
+            return True
         return self.device.steady and not self.unsteady and not self.device.computes_on_cores
 
     @torch.inference_mode()
@@ -173,6 +187,7 @@ class LoadedModel:
         """Run one pass as `forward` does, and yield the logits of each part, so that only one part's are in memory.
 
         A model that only transformers can run makes a pass for each part; writing K and V twice gives the same bytes.
+        One with a recurrent state computes the decoder once, and its head for each part.
 
         Args:
             token_ids: [tokens] int64 on the device.
@@ -188,8 +203,9 @@ class LoadedModel:
             RuntimeError: torch failed.
         """
         if self.fused is None:
-            for part in parts:
-                yield self.forward(token_ids, positions, part, batch, pool)
+            with decoder_once(self.module) if self.geometry.states else nullcontext():
+                for part in parts:
+                    yield self.forward(token_ids, positions, part, batch, pool)
             return
         hidden = self.fused.hidden(token_ids, positions, batch, pool)
         for part in parts:
@@ -258,6 +274,36 @@ class LoadedModel:
             self.context.batch = self.context.pool = None
         logits: torch.Tensor = output.logits[0]
         return (logits if self.accepts_logits_to_keep else logits[logit_tokens]).float()
+
+
+@contextmanager
+def decoder_once(module: Any) -> Iterator[None]:
+    """Let a transformers model compute its decoder in the first of several passes alone, and its head in each.
+
+    The passes must have the same tokens: a recurrent state would be advanced again by a second one.
+
+    Raises:
+        UnsupportedModel: The model has no decoder apart from its head.
+    """
+    decoder = module.base_model
+    if decoder is module:
+        raise UnsupportedModel(type(module).__name__, "its decoder cannot be computed apart from its head")
+    forward, outputs = decoder.forward, list[Any]()
+
+    def once(*given: Any, **keywords: Any) -> Any:
+        if not outputs:
+            outputs.append(forward(*given, **keywords))
+        return outputs[0]
+
+    replaced = decoder.__dict__.get("forward")
+    decoder.forward = once
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del decoder.forward
+        else:
+            decoder.forward = replaced
 
 
 def use_attention(module: Any, name: str) -> None:

@@ -25,11 +25,13 @@ from kvforge.worker.attention import AttentionOptions
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.attention.selftest import AttentionShape
+from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.device.device import Device
 
 from .description import Latent
 from .families import counts_positions, latent_of
 from .latents import sizes_of
+from .mixers import Recorder, bind_mixers, mixers_of
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
 from .rope import context_range
 
@@ -106,9 +108,24 @@ transformers.AttentionInterface.register(RECORDING_NAME, _record)
 transformers.AttentionMaskInterface.register(RECORDING_NAME, _mask_window)
 
 
+@dataclass(frozen=True)
+class BoundLayers:
+    """The memory that a model's layers need.
+
+    Attributes:
+        shapes: KV shape of each layer that attends, in order.
+        states: The recurrent state of a sequence; none for most models.
+        prompt_chunk: Chunks of a prompt begin and end at multiples of this many tokens; 1 for models without a state.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    states: tuple[StateTensor, ...] = ()
+    prompt_chunk: int = 1
+
+
 @torch.inference_mode()
-def bind_layers(module: Any, context: ForwardContext, context_tokens: int, device: Device) -> tuple[LayerShape, ...]:
-    """Run the recording pass, attach a LayerBinding to each attention module, and select paged attention.
+def bind_layers(module: Any, context: ForwardContext, context_tokens: int, device: Device) -> BoundLayers:
+    """Run the recording pass, bind attention modules and layers with a recurrent state, and select paged attention.
 
     Args:
         module: The transformers model.
@@ -117,21 +134,25 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
         device: The device that computes.
 
     Returns:
-        Each layer's KV shape, in order.
+        The memory that the layers need.
 
     Raises:
-        UnsupportedModel: A layer needs something that attention does not support.
+        UnsupportedModel: A layer needs something that kvforge does not support.
     """
     name = _name(module.config)
-    if getattr(module, "_is_stateful", False) and not _attends_alone(module.config):
-        raise UnsupportedModel(name, "its layers keep a recurrent state beside attention")
-    calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
+    mixers = mixers_of(module)
+    if not mixers and getattr(module, "_is_stateful", False) and not _attends_alone(module.config):
+        raise UnsupportedModel(name, "its layers keep a recurrent state in a cache of their own")
+    with Recorder(module) as recorder:
+        calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
     layers = int(module.config.get_text_config(decoder=True).num_hidden_layers)
+    if not calls and mixers:
+        raise UnsupportedModel(name, "its layers keep a recurrent state, and none attends")
     if not calls:
         raise UnsupportedModel(name, "it never calls the attention function that transformers lets us register")
     if len({id(call.module) for call in calls}) != len(calls):
         raise UnsupportedModel(name, "a layer attends more than once")
-    if len(calls) != layers:
+    if len(calls) != layers and not mixers:
         problem = f"{len(calls)} of its {layers} layers attend through the registered function"
         raise UnsupportedModel(name, problem)
     shapes = []
@@ -141,7 +162,19 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
         call.module.__dict__[BINDING] = LayerBinding(index, call.query[1], options, context)
         shapes.append(replace(shape, shared_with=_same_key_value(calls[:index], call)))
     use_attention(module, ATTENTION_NAME)
-    return tuple(shapes)
+    states = recorder.states(name)
+    _check_pages(tuple(shapes), states, name)
+    return BoundLayers(tuple(shapes), states, bind_mixers(module, context, states))
+
+
+def _check_pages(shapes: tuple[LayerShape, ...], states: tuple[StateTensor, ...], name: str) -> None:
+    """Check that a block's K and V are equal parts of a page, if pages hold states too.
+
+    Raises:
+        UnsupportedModel: They are not.
+    """
+    if states and any(shape != shapes[0] for shape in shapes):
+        raise UnsupportedModel(name, "its layers keep a recurrent state, and its layers that attend differ in shape")
 
 
 def foresee(module: Any, device: Device) -> tuple[LayerShape, ...]:
@@ -155,7 +188,7 @@ def foresee(module: Any, device: Device) -> tuple[LayerShape, ...]:
             tolerated.
     """
     try:
-        return bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device)
+        return bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device).shapes
     except UnsupportedModel as error:
         if error.__cause__ is None:
             raise

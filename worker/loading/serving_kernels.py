@@ -32,6 +32,9 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "sampling": _sampling(model),
         "determinism": model.info.determinism,
     }
+    if model.geometry.states:
+        layers = len({tensor.layer for tensor in model.geometry.states})
+        kernels["states"] = f"transformers' own: {layers} layers, one row after the other"
     if model.ranks is not None:
         kernels["ranks"] = model.ranks.describe()
     return {what: kernel[:LENGTH_MAX] for what, kernel in kernels.items()}

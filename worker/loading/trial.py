@@ -16,6 +16,7 @@ import transformers
 
 from kvforge.worker.kernels.steady import same_bits
 
+from .mixers import MIXING
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
 
 TRIAL_NAME = "kvforge_trial"
@@ -60,7 +61,7 @@ def unsteady_rows(model: LoadedModel) -> str:
     tokens = torch.randint(model.vocab_size, (rows,), generator=generator)
     device = model.device.torch_device
     problem = ""
-    with _attention_left_out(model.module):
+    with _attention_left_out(model):
         # A layer may need results of a layer that was left out, as Gemma 4's do: then all of them run.
         for layers in (_few_layers(model.module), contextlib.nullcontext()):
             with layers:
@@ -107,22 +108,27 @@ def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list
 
 
 @contextlib.contextmanager
-def _attention_left_out(module: Any) -> Iterator[None]:
-    use_attention(module, TRIAL_NAME)
+def _attention_left_out(model: LoadedModel) -> Iterator[None]:
+    use_attention(model.module, TRIAL_NAME)
+    model.context.separate = True
     try:
         yield
     finally:
-        use_attention(module, ATTENTION_NAME)
+        model.context.separate = False
+        use_attention(model.module, ATTENTION_NAME)
 
 
 @contextlib.contextmanager
 def _few_layers(module: Any) -> Iterator[None]:
     """Reduce the model to one layer of each kind, if its layers are in one list."""
+    mixes = any(MIXING in part.__dict__ for part in module.modules())  # then some layers may do neither
     found = [
         (owner, name, layers)
         for owner in module.modules()
         for name, layers in owner.named_children()
-        if isinstance(layers, torch.nn.ModuleList) and len(layers) > 1 and all(map(_attends, layers))
+        if isinstance(layers, torch.nn.ModuleList)
+        and len(layers) > 1
+        and (any if mixes else all)(_attends(layer) for layer in layers)
     ]
     if len(found) != 1:
         yield
@@ -139,7 +145,7 @@ def _few_layers(module: Any) -> Iterator[None]:
 
 
 def _attends(layer: Any) -> bool:
-    return any(BINDING in part.__dict__ for part in layer.modules())
+    return any(BINDING in part.__dict__ or MIXING in part.__dict__ for part in layer.modules())
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

@@ -29,7 +29,6 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import UnsupportedModel
-from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.kernels.wide import WideOperations
@@ -259,8 +258,9 @@ def _paged_logits(model: LoadedModel, sequences: Sequences) -> Logits:
     if geometry.dtype.scale_bytes:  # this tests the model; KV quantisation has its own tests
         geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
     blocks = -(-int(LENGTHS.max()) // geometry.block_size)
-    tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()
-    pool = KvPool(geometry, 2 * blocks, model.device)
+    width = blocks + geometry.state_blocks
+    tables = np.arange(2 * width, dtype=np.int32)[::-1].reshape(2, width).copy()
+    pool = KvPool(geometry, 2 * width, model.device)
     try:
         starts = np.zeros(2, np.int32)
         got: list[list[torch.Tensor]] = [[], []]
@@ -282,7 +282,8 @@ def _pass(
     counts: npt.NDArray[np.int32],
     sequences: Sequences,
 ) -> torch.Tensor:
-    batch = PagedBatch.build(tables, starts, counts, model.geometry.block_size, model.device)
+    states = tables[:, tables.shape[1] - model.geometry.state_blocks :]
+    batch = pool.batch(tables, starts, counts, states=states)
     spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     token_ids = np.concatenate([sequence[span] for sequence, span in zip(sequences, spans, strict=True)])
     upload = model.device.upload

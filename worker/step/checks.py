@@ -32,6 +32,7 @@ class StepLimits:
     vocab_size: int
     blocks: int
     block_size: int
+    state_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Rows:
         tables: [rows, width] int32, pool-local block ids.
         generated: [sum(counts)] bool, tokens that were generated rather than part of a prompt (see `token_kinds`).
         scoring: The prompt tokens to score; None for none.
+        states: [rows, state blocks] int32, the pages of each row's recurrent state, pool-local block ids; None for a
+            model without one.
     """
 
     slots: Int32Array
@@ -81,6 +84,7 @@ class Rows:
     tables: Int32Array
     generated: BoolArray
     scoring: Scoring | None = None
+    states: Int32Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -99,10 +103,13 @@ class Rows:
             self.tables[keep],
             self.generated[inside],
             None if self.scoring is None else replace(self.scoring, places=self.scoring.places[inside]),
+            None if self.states is None else self.states[keep],
         )
 
 
-def find_malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
+def find_malformed(
+    step: Step, tables: npt.NDArray[Any], limits: StepLimits, states: npt.NDArray[Any] | None = None
+) -> InvalidRequest | None:
     """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
     for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros", "scored", "following"):
@@ -114,6 +121,8 @@ def find_malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> 
             return InvalidRequest(name, f"has {len(getattr(step, name))} rows, slots {rows}")
     if tables.ndim != 2 or tables.dtype != np.int32 or len(tables) != rows:
         return InvalidRequest("tables", f"must be [{rows}, width] int32, not {tables.shape} {tables.dtype}")
+    if (fault := _malformed_states(states, rows, limits.state_blocks)) is not None:
+        return fault
     if rows > limits.step_rows_max:
         return InvalidRequest("slots", f"{rows} rows are more than step_rows_max = {limits.step_rows_max}")
     if len(step.tokens) > limits.step_tokens_max:
@@ -190,6 +199,15 @@ def check_rows(
     return keep
 
 
+def _malformed_states(states: npt.NDArray[Any] | None, rows: int, width: int) -> InvalidRequest | None:
+    """Return the fault of the pages of a step's states, or None."""
+    if states is None:
+        return InvalidRequest("states", f"must be [{rows}, {width}] int32, not None") if width else None
+    if states.shape != (rows, width) or states.dtype != np.int32:
+        return InvalidRequest("states", f"must be [{rows}, {width}] int32, not {states.shape} {states.dtype}")
+    return None
+
+
 def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArray:
     """Return a mask [rows] of rows in which `_row_problem` would find a problem of the row itself."""
     slots, starts, width = rows.slots, rows.starts, rows.tables.shape[1]
@@ -207,6 +225,9 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
     impossible = rows.tables.view(np.uint32) >= limits.blocks
     impossible &= np.arange(width) < -(-ends // limits.block_size)[:, None]
     suspect |= impossible.any(axis=1)
+    if rows.states is not None:
+        suspect |= (rows.states.view(np.uint32) >= limits.blocks).any(axis=1)
+        suspect |= (np.diff(np.sort(rows.states, axis=1), axis=1) == 0).any(axis=1)
     return np.asarray(suspect)
 
 
@@ -242,4 +263,18 @@ def _row_problem(
         return InvalidRequest("tables", f"block {worst} is not one of the pool's {limits.blocks}")
     if bad_targets and not bad_targets.isdisjoint(blocks.tolist()):
         return InvalidRequest("copies", "a copy for a block of this row is out of bounds")
+    if rows.states is not None:
+        return _state_problem(rows.states[row], bad_targets, limits.blocks)
+    return None
+
+
+def _state_problem(pages: Int32Array, bad_targets: frozenset[int], count: int) -> InvalidRequest | None:
+    if pages.min() < 0 or pages.max() >= count:
+        worst = int(pages.min() if pages.min() < 0 else pages.max())
+        return InvalidRequest("states", f"block {worst} is not one of the pool's {count}")
+    held = set(pages.tolist())
+    if len(held) < len(pages):
+        return InvalidRequest("states", "a block is named twice among the pages of one state")
+    if not held.isdisjoint(bad_targets):
+        return InvalidRequest("copies", "a copy for a page of this row's state is out of bounds")
     return None

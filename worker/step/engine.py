@@ -28,7 +28,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.model_path import find_model
 
-from .memory import DeviceBytes, MemoryAccounts, check_kv_bytes, make_runner, pool_blocks, weight_bytes
+from .memory import DeviceBytes, MemoryAccounts, check_kv_bytes, check_states, make_runner, pool_blocks, weight_bytes
 from .runner import ModelRunner
 
 log = logging.getLogger("worker")
@@ -88,6 +88,7 @@ class Engine:
             ranks=self.ranks,
             expert_parallel=config.expert_parallel,
         )
+        check_states(self.model, welcome)
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
         if self.ranks is not None:
@@ -125,6 +126,7 @@ class Engine:
                 f"the coordinator's block size is {welcome.block_size}, but this worker's pool was made for "
                 f"{self.model.geometry.block_size}: restart the worker"
             )
+        check_states(self.model, welcome)
         if _limits(welcome) == self._limits:
             self.runner.reset()
         else:

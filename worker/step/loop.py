@@ -62,7 +62,7 @@ from kvforge.worker.startup import StartupTimeline
 from .connection import CoordinatorConnection
 from .engine import Engine
 from .poll_backoff import PollBackoff
-from .runner import STEPS_UNDER_WAY_MAX, ModelRunner, PendingStep, RankDesyncError
+from .runner import STEPS_UNDER_WAY_MAX, FatalStepError, ModelRunner, PendingStep
 
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone
@@ -311,6 +311,8 @@ class Worker:
             kernels=self._engine.kernels(),
             zeroes=True,
             wants_kinds=model.wants_kinds,
+            state_blocks=model.geometry.state_blocks,
+            prompt_chunk=model.prompt_chunk,
         )
         self._connection.watch(None, 0)
         reply = self._ask(ready)
@@ -398,16 +400,17 @@ class Worker:
         """Queue a step on the device, unless its coordinator has ended: the next one sends it again."""
         runner, base = self._runner, self._pool_at.base_block
         started_ns = time.monotonic_ns()
-        tables = self._tables_of(step)
-        if tables is None:
+        found = self._tables_of(step)
+        if found is None:
             return
+        tables, states = found
         if base:
-            tables = tables - base
+            tables, states = tables - base, None if states is None else states - base
         runner.meter.read_ns += time.monotonic_ns() - started_ns
         step = pool_local(step, base)
         try:
-            self._under_way.append((step.step_id, runner.launch(step, tables)))
-        except RankDesyncError as error:
+            self._under_way.append((step.step_id, runner.launch(step, tables, states)))
+        except FatalStepError as error:
             self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise
         self._last_step, self._active_ns = step.step_id, time.monotonic_ns()
@@ -462,19 +465,20 @@ class Worker:
             self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise error
 
-    def _tables_of(self, step: Step) -> Int32Array | None:
-        """Read the block tables of the step's rows from shared memory; ids are global.
+    def _tables_of(self, step: Step) -> tuple[Int32Array, Int32Array | None] | None:
+        """Read the block tables of the step's rows, and the pages of their states, from shared memory; ids are global.
 
         Returns None if the coordinator ended while it wrote them. A suspended coordinator is waited for.
         """
         assert self._tables is not None
+        block_size, pages = self._runner.pool.block_size, self._runner.pool.geometry.state_blocks
         if not step.slots.size:
-            return np.zeros((0, 1), np.int32)
-        block_size = self._runner.pool.block_size
+            return np.zeros((0, 1), np.int32), np.zeros((0, pages), np.int32) if pages else None
         width = int(-(-int((step.starts + step.counts).max()) // block_size))
         while True:
             try:
-                return self._tables.rows(step.slots, width)[0]
+                tables = self._tables.rows(step.slots, width)[0]
+                return tables, self._tables.states(step.slots, pages) if pages else None
             except DeadlineExceeded:
                 self._feed()
                 self._connection.look()

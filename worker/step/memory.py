@@ -97,6 +97,22 @@ def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
         raise InvalidConfiguration("kv_bytes", f"{problem}: give less, or leave it out")
 
 
+def check_states(model: LoadedModel, welcome: WorkerWelcome) -> None:
+    """Refuse a model whose recurrent state takes more blocks than the coordinator's tables have.
+
+    Raises:
+        InvalidConfiguration: Names `limits.state_blocks_max`.
+    """
+    needed, most = model.geometry.state_blocks, welcome.state_blocks_max
+    if needed > most:
+        if most:
+            remedy = "raise it, or the coordinator's cache.block_size"
+        else:
+            remedy = "the coordinator is of a version without recurrent states: update it"
+        problem = f"{most}, and the recurrent state of a sequence of {model.info.name} takes {needed} blocks"
+        raise InvalidConfiguration("limits.state_blocks_max", f"is {problem}: {remedy}")
+
+
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
     """Return the number of blocks of the pool: as configured, or as many as fit.
 
@@ -155,15 +171,17 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
     counts = np.ones(min(rows_max, welcome.step_tokens_max), np.int32)
     counts[0] = long_row
     width = -(-long_row // block_size)
+    pages = model.geometry.state_blocks  # all rows share them: their contents do not matter
+    states = np.tile(np.arange(width + 1, width + 1 + pages, dtype=np.int32), (len(counts), 1)) if pages else None
     tables = np.zeros((len(counts), width), np.int32)
     tables[0] = np.arange(width)
     tables[1:, 0] = width
     free_before = device.free_bytes()
-    pool = KvPool(model.geometry, width + 1, device)
+    pool = KvPool(model.geometry, width + 1 + pages, device)
     try:
         with device.errors("trying the largest step"):
             runner = make_runner(model, pool, welcome, graph_rows_max)
-            outcome = runner.run(_largest_step(counts), tables)
+            outcome = runner.run(_largest_step(counts), tables, states)
             for error in outcome.errors[:1]:
                 kind = KernelError if error.error.code == KernelError.code else GpuError
                 raise kind(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")

@@ -15,6 +15,8 @@ A poison row fails alone. Rows that fail a check are left out of the batch. If t
 by one (writing K and V twice gives the same bytes), and only those that fail alone are reported. The state of a slot
 changes only when its token is sampled. A row with non-finite logits fails, and so does its row in the next step, which
 was queued with that missing token.
+
+A pass over recurrent states cannot run again, because it has advanced some of them: if it fails, the worker ends.
 """
 
 from __future__ import annotations
@@ -52,8 +54,16 @@ NOT_FINITE = "the model returned logits that are not finite"
 __all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "ModelRunner", "StepOutcome"]
 
 
-class RankDesyncError(WorkerError):
+class FatalStepError(WorkerError):
+    """A step failed in a way that no later one can make good: the worker must end, and its rows be recomputed."""
+
+
+class RankDesyncError(FatalStepError):
     """A rank failed a step that other ranks completed: all ranks must restart."""
+
+
+class StateLostError(FatalStepError):
+    """A pass over recurrent states failed half-way: they are neither before nor behind it."""
 
 
 class ModelRunner:
@@ -98,6 +108,7 @@ class ModelRunner:
             vocab_size=model.vocab_size,
             blocks=pool.blocks,
             block_size=pool.block_size,
+            state_blocks=pool.geometry.state_blocks,
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
@@ -113,18 +124,22 @@ class ModelRunner:
         self._launched = 0
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
-        if graph_rows_max:
+        if graph_rows_max and not model.geometry.states:
             rows = min(graph_rows_max, step_rows_max)
             context_width = -(-model.info.context_tokens_max // pool.block_size)
             width = min(table_width or context_width, context_width)
             self.graphs = DecodeGraphs(model, pool, self._state, rows, width)
 
-    def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
+    def run(
+        self, step: Step, tables: npt.NDArray[np.int32], states: npt.NDArray[np.int32] | None = None
+    ) -> StepOutcome:
         """Launch and finish a step."""
-        return self.finish(self.launch(step, tables))
+        return self.finish(self.launch(step, tables, states))
 
     @torch.inference_mode()
-    def launch(self, step: Step, tables: npt.NDArray[np.int32]) -> PendingStep:
+    def launch(
+        self, step: Step, tables: npt.NDArray[np.int32], states: npt.NDArray[np.int32] | None = None
+    ) -> PendingStep:
         """Queue one step on the device.
 
         Invalid contents of a step never raise: each fault becomes the RowError of its rows. At most STEPS_UNDER_WAY_MAX
@@ -134,12 +149,15 @@ class ModelRunner:
             step: The step, with pool-local block ids in `copies` and `zeros`.
             tables: [rows, width] int32, the block table of each row, pool-local ids. Entries past a row's tokens are
                 not read.
+            states: [rows, state blocks] int32, the pages of each row's recurrent state in order, pool-local ids; None
+                for a model without one.
 
         Returns:
             The step in flight.
 
         Raises:
             RankDesyncError: The pass failed on this rank of several: no rank can continue.
+            StateLostError: The pass failed on a model with recurrent states.
         """
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
@@ -154,15 +172,15 @@ class ModelRunner:
             started_ns=started_ns,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
-        fault = find_malformed(step, tables, self.limits)
+        fault = find_malformed(step, tables, self.limits, states)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
         try:
             if fault is None or fault.field != "zeros":
                 self._zero(step.zeros)
             if fault is None:
-                self._carry_out(step, tables, pending)
-        except RankDesyncError:
+                self._carry_out(step, tables, pending, states)
+        except FatalStepError:
             raise
         except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
             self._lost(pending, error)
@@ -172,9 +190,17 @@ class ModelRunner:
         self.meter.launched(len(pending.slots), time.monotonic_ns() - started_ns)
         return pending
 
-    def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
+    def _carry_out(
+        self,
+        step: Step,
+        tables: npt.NDArray[np.int32],
+        pending: PendingStep,
+        states: npt.NDArray[np.int32] | None,
+    ) -> None:
         tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds)
-        rows = Rows(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step))
+        rows = Rows(
+            *(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step)), states
+        )
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
         rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
@@ -303,7 +329,7 @@ class ModelRunner:
         try:
             launched = self.graphs.launch(rows)
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
-            self._keep_in_step(error)
+            self._require_repeatable(error)
             failure = as_worker_error(error, "a decode graph", self.model.device)
             pending.errors.update((slot, failure) for slot in rows.slots.tolist())
             return
@@ -318,7 +344,7 @@ class ModelRunner:
         try:
             logits, sampled, scored = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
-            self._keep_in_step(error)
+            self._require_repeatable(error)
             device = self.model.device
             if len(rows) == 1 or not device.survives():
                 failure = (
@@ -334,12 +360,17 @@ class ModelRunner:
         if len(sampled):
             self._sample(logits, sampled, pending)
 
-    def _keep_in_step(self, error: Exception) -> None:
-        """Raise RankDesyncError with several ranks: after a skipped pass, a rank would exchange the wrong numbers."""
-        ranks = self.model.ranks
+    def _require_repeatable(self, error: Exception) -> None:
+        """Raise FatalStepError if a failed pass must not be made again.
+
+        With several ranks, one that skipped a pass would exchange the wrong numbers. Recurrent states would be advanced
+        twice.
+        """
+        ranks, text = self.model.ranks, f"{type(error).__name__}: {error}"
         if ranks is not None:
-            text = f"{type(error).__name__}: {error}"
             raise RankDesyncError(f"rank {ranks.rank} of {ranks.count} failed its part of a step: {text}") from error
+        if self.model.geometry.states:
+            raise StateLostError(f"a step over recurrent states failed half-way: {text}") from error
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
         """Return logits [sampled, vocab] float32 on the device, their slots [sampled] int32, and scored tokens."""
@@ -351,8 +382,7 @@ class ModelRunner:
 
     def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
         """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
-        device = self.model.device
-        batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device, generated)
+        batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, rows.states)
         samples = rows.samples == 1
         count, wanted = len(rows.tokens), int(samples.sum())
         ends = np.cumsum(rows.counts)

@@ -63,6 +63,7 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
         rows.tables[of],
         alone,
         rows.scoring,
+        None if rows.states is None else rows.states[of],
     )
     return cut, alone[places]
 

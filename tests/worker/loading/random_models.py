@@ -123,6 +123,96 @@ DESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "youtu": ("youtu", LATENT),
 }
 
+LINEAR_HEADS = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+FEW_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+FOUR = {"num_hidden_layers": 4}
+THREE_LINEAR = {**FOUR, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+# Models with layers that keep a recurrent state beside layers that attend.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("bamba", {**MAMBA_2, "attn_layer_indices": [1], "num_hidden_layers": 3}),
+    "falcon_h1": ("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 128}),  # both in every layer
+    "granite": (
+        "granitemoehybrid",
+        {
+            **MAMBA_2,
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            **FOUR,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **THREE_LINEAR,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+        },
+    ),
+    "lfm2": ("lfm2", CONVOLUTIONS),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **CONVOLUTIONS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **HEADS,
+            **FOUR,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+        },
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {**THREE_LINEAR, **LINEAR_HEADS, "linear_num_key_heads": 4, "linear_value_head_dim": 16},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**HEADS, **LINEAR_HEADS, **FOUR}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**HEADS, **LINEAR_HEADS, **FEW_EXPERTS, **FOUR}),
+    "qwen3_next": ("qwen3_next", {**HEADS, **LINEAR_HEADS, **FEW_EXPERTS, **FOUR}),
+}
+
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SHARED = {"shared_intermediate_size": 80}

@@ -231,10 +231,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon with ALiBi": ("falcon", {"alibi": True}, "it uses ALiBi"),
     "bloom": ("bloom", {}, "it uses ALiBi"),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "it uses ALiBi"),
-    "mamba": ("mamba", {"state_size": 4}, "recurrent state"),
-    "falcon_h1": ("falcon_h1", {}, "recurrent state"),
-    "linear attention": ("qwen3_next", {"num_experts": 4, "head_dim": 16}, "recurrent state"),
-    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "1 of its 2 layers"),
+    "mamba": ("mamba", {"state_size": 4}, "its layers keep a recurrent state, and none attends"),
+    "other caches": ("recurrent_gemma", {}, "its layers keep a recurrent state in a cache of their own"),
+    "lightning attention": ("minimax", {}, "1 of its 2 layers"),
     "positions from a cache": (  # and no description
         "llama4_text",
         {**LLAMA4, "num_experts_per_tok": 2},

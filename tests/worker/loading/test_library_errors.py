@@ -212,9 +212,3 @@ def test_a_hybrid_of_attention_alone_is_served(
     wanted = eager_logits(model, list(range(3, 30)))
     (got,) = paged_logits(model, [list(range(3, 30))], [[11], [1], [15]])
     assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_layer_with_a_state_is_refused(tiny: Callable[..., LoadedModel]) -> None:
-    with pytest.raises(UnsupportedModel, match="recurrent state"):
-        tiny("granitemoehybrid", **HYBRIDS["granitemoehybrid"] | {"layer_types": ["mamba", "attention"]})

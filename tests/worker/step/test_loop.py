@@ -27,6 +27,7 @@ from kvforge.protocol.messages import (
     Step,
     StepResult,
     Stop,
+    WorkerFailed,
     WorkerWelcome,
 )
 from kvforge.protocol.notify import Watchdog
@@ -35,6 +36,7 @@ from kvforge.worker.step import loop
 from kvforge.worker.step.loop import ANSWERS_KEPT, BEFORE_IDLE_WORK_MS, Worker
 from kvforge.worker.step.meter import Meter
 from kvforge.worker.step.pending import StepOutcome
+from kvforge.worker.step.runner import StateLostError
 from tests.protocol.systemd_ear import Ear
 
 
@@ -58,10 +60,12 @@ class FakeRunner:
         self.meter = Meter()
         self.device = SimpleNamespace(name="a device", survives=lambda: True)
         self.model = SimpleNamespace(device=self.device)
-        self.pool = SimpleNamespace(block_size=16)
+        self.pool = SimpleNamespace(block_size=16, geometry=SimpleNamespace(state_blocks=0))
+        self.states: list[Any] = []
         self.result = outcome()
 
-    def launch(self, step: Step, tables: Any) -> FakePending:
+    def launch(self, step: Step, tables: Any, states: Any) -> FakePending:
+        self.states.append(states)
         assert sum(not pending.over for pending in self.launched) < 2
         self.launched.append(FakePending(step.step_id, result=self.result))
         return self.launched[-1]
@@ -153,6 +157,26 @@ def test_a_step_that_ends_early_waits_for_the_one_before_it() -> None:
     runner = FakeRunner()
     link = serve(runner, FakeLink(step(1), step(2), runner.end(1), None, runner.end(0), None))
     assert link.answered == [1, 2]
+
+
+def test_a_step_over_states_has_their_pages_and_ends_the_worker_if_it_fails() -> None:
+    runner, tables = FakeRunner(), SimpleNamespace()
+    runner.pool.geometry.state_blocks = 2
+    tables.rows = lambda slots, width: (np.full((len(slots), width), 40, np.int32), None)
+    tables.states = lambda slots, width: 40 + np.arange(len(slots) * width, dtype=np.int32).reshape(-1, width)
+    nothing = Step(2)
+
+    def fail(*_: Any) -> FakePending:
+        raise StateLostError("half-way")
+
+    link = FakeLink(step(1), nothing, lambda: setattr(runner, "launch", fail), step(3))
+    worker = worker_of(runner, link)
+    worker._tables, worker._pool_at = tables, PoolRegistered(rid=0, epoch=3, base_block=40)  # type: ignore[assignment]
+    with pytest.raises(StateLostError):
+        worker._serve()
+    assert [states.tolist() for states in runner.states] == [[[0, 1]], []]
+    assert runner.states[1].shape == (0, 2)
+    assert isinstance(link.sent[-1], WorkerFailed) and link.sent[-1].error.message == "half-way"
 
 
 def test_a_third_step_waits_for_the_first() -> None:

@@ -20,6 +20,7 @@ from kvforge.worker.step import memory
 from kvforge.worker.step.engine import Engine
 from kvforge.worker.step.runner import ModelRunner
 from tests.worker.conftest import TINY
+from tests.worker.loading.random_models import HYBRIDS
 
 
 def welcome(**fields: int) -> WorkerWelcome:
@@ -67,6 +68,23 @@ def test_the_largest_step_is_tried_within_all_limits(
     taken = memory._trial_bytes(model, limits, graph_rows_max=8)
     assert taken > 0
     assert taken >= sizes << 20
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_the_pages_of_states_are_tried_and_bounded(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["granite"]
+    model = tiny(model_type, block_size=16, **fields)
+    assert model.geometry.state_blocks == 4
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 10**9)
+    assert memory._trial_bytes(model, welcome(block_size=16), graph_rows_max=8) == 0
+    memory.check_states(model, welcome(state_blocks_max=4))
+    for most, remedy in ((3, "raise it, or the coordinator's cache.block_size"), (0, "update it")):
+        with pytest.raises(InvalidConfiguration, match=remedy) as caught:
+            memory.check_states(model, welcome(state_blocks_max=most))
+        assert caught.value.field == "limits.state_blocks_max"
+        assert f"is {most}, and the recurrent state of a sequence of granitemoehybrid takes 4" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,164 @@
+"""Models with recurrent states beside attention: their logits, tokens and bits, against transformers' own.
+
+Weights are random and tiny. Sequences are longer than a chunk of every family, and end before, at and behind its
+border. The two forms of a state's layers, for chunks and for single tokens, differ by more than other roundings. Logits
+are therefore compared with those that transformers' own cache gives for the same chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+
+from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.loading import probe
+from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
+from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.loading.serving_kernels import serving_kernels
+from kvforge.worker.loading.verification import verify
+
+from .random_models import HYBRIDS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+LENGTHS = (127, 1, 65, 64)
+SCHEDULES = {
+    "at once": [[127, 1, 65, 64]],
+    "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 0, 1], [60, 0, 0, 1]],
+}
+CHUNKS = {"jamba": 1, "bamba": 16, "falcon_h1": 16, "granite": 16, "nemotron_h": 16}  # 64 in the others
+
+
+@torch.inference_mode()
+def cached_logits(model: LoadedModel, sequence: npt.NDArray[np.int64], counts: list[int]) -> torch.Tensor:
+    """Return transformers' own logits [tokens, vocab], with its cache, for one sequence in the chunks of ours."""
+    cache, parts, start = transformers.DynamicCache(config=model.module.config), [], 0
+    use_attention(model.module, "eager")
+    try:
+        for count in counts:
+            for begin, end in chunks(start, start + count, model.prompt_chunk):
+                ids, places = torch.as_tensor(sequence[begin:end])[None], torch.arange(begin, end)[None]
+                output = model.module(input_ids=ids, position_ids=places, cache=cache, use_cache=True)
+                parts.append(output.logits[0].float())
+            start += count
+        return torch.cat(parts)
+    finally:
+        use_attention(model.module, ATTENTION_NAME)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_and_bits(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    """Logits are transformers' own in any schedule, and have the same bits if prompts are cut at borders of chunks."""
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, **fields)
+    assert model.wants_kinds and model.geometry.state_blocks > 0
+    assert model.prompt_chunk == CHUNKS.get(name, 64)
+    assert model.info.determinism == "batch-invariant"
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+    for schedule in SCHEDULES.values():
+        found = paged_logits(model, sequences, schedule)
+        for row, (got, sequence) in enumerate(zip(found, sequences, strict=True)):
+            want = cached_logits(model, sequence, [counts[row] for counts in schedule])
+            assert (scale := float(want.abs().max())) > 0.01
+            assert float((got - want).abs().max()) <= 2e-5 * scale
+    alone = [paged_logits(model, [sequence], [[len(sequence)]])[0] for sequence in sequences]
+    chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 1, 0]])
+    for got, want in zip(chunked, alone, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite"])
+def test_greedy_tokens_are_those_of_generate(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, **fields)
+    prompt = np.random.default_rng(5).integers(3, model.vocab_size, 70)
+    use_attention(model.module, "eager")
+    whole = model.module.generate(
+        torch.as_tensor(prompt)[None], max_new_tokens=12, do_sample=False, use_cache=True, eos_token_id=None
+    )[0].numpy()
+    use_attention(model.module, ATTENTION_NAME)
+    logits = paged_logits(model, [whole[:-1]], [[70], *[[1]] * 11])[0]
+    assert logits[69:].argmax(-1).tolist() == whole[70:].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_states_in_16_bits(
+    dtype: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    """A convolution keeps its inputs in the model's dtype, a delta rule its state in float32."""
+    model_type, fields = HYBRIDS["qwen3_5"]
+    model = tiny(model_type, block_size=16, dtype=dtype, **fields)
+    kinds = {tensor.name: tensor.dtype for tensor in model.geometry.states}
+    assert serving_kernels(model)["states"] == "transformers' own: 3 layers, one row after the other"
+    assert kinds == {"conv 0": getattr(torch, dtype), "recurrent 0": torch.float32}
+    sequence = np.random.default_rng(5).integers(0, model.vocab_size, 70)
+    assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
+
+
+def test_a_state_that_is_not_carried_over_is_found_at_load(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["lfm2"]
+    model = tiny(model_type, block_size=16, **fields)
+    verify(model)
+    monkeypatch.setattr(RowCache, "__init__", lambda self, _state=None: self.__dict__.update(state={}, _begun=False))
+    with pytest.raises(UnsupportedModel, match="differs from transformers' own"):
+        verify(model)
+
+
+def test_logits_in_parts_advance_the_state_once(
+    tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["granite"]  # with a factor of its logits
+    model = tiny(model_type, block_size=16, **fields)
+    sequence = np.random.default_rng(5).integers(0, model.vocab_size, 40)
+    schedule = [[33], [1], [6]]
+    want = paged_logits(model, [sequence], schedule)[0]
+    whole = LoadedModel.forward
+
+    def by_parts(self: LoadedModel, ids: Any, places: Any, wanted: torch.Tensor, batch: Any, pool: Any) -> torch.Tensor:
+        if len(wanted) < 2:
+            return whole(self, ids, places, wanted, batch, pool)
+        parts = [*wanted.split(1)]
+        return torch.cat(list(self.forward_by_parts(ids, places, parts, batch, pool)))
+
+    monkeypatch.setattr(LoadedModel, "forward", by_parts)
+    got = paged_logits(model, [sequence], schedule)[0]
+    assert float((got - want).abs().max()) <= 2e-5 * float(want.abs().max())
+    assert "forward" not in model.module.base_model.__dict__
+
+
+def test_mixers_run_as_transformers_wrote_them_outside_a_step(tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = HYBRIDS["lfm2"]
+    model = tiny(model_type, block_size=16, **fields)
+    (first, second) = mixers_of(model.module)
+    assert [part.__dict__[MIXING].index for part in (first, second)] == [0, 1]
+    tokens = torch.randn(1, 9, 64)
+    assert torch.equal(first(tokens), type(first).forward(first, tokens))
+
+
+def test_layers_that_attend_in_two_shapes_are_refused_by_name(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block's K and V must be equal parts of a page. No family in transformers has such layers."""
+    read, heads = probe._read_call, iter((1, 2))
+
+    def other(*given: Any) -> Any:
+        options, shape = read(*given)
+        return options, replace(shape, kv_heads=next(heads))
+
+    monkeypatch.setattr(probe, "_read_call", other)
+    model_type, fields = HYBRIDS["lfm2"]
+    with pytest.raises(UnsupportedModel, match="layers that attend differ in shape"):
+        tiny(model_type, block_size=16, **fields | {"layer_types": ["conv", "full_attention", "full_attention"]})

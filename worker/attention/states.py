@@ -1,0 +1,158 @@
+"""Recurrent states in pages of the KV pool: their layout, and their way in and out.
+
+A layer with a recurrent state (a short convolution, a gated delta rule, Mamba) keeps a few tensors of fixed size for
+each sequence, whatever its length. They are packed in order into `StateLayout.pages` pages, each the size of a block of
+the pool. The pages of a sequence are scattered over the pool and listed in order. A tensor consists of equal units (a
+head's matrix, a channel's tail of a convolution), and none crosses a page.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvforge.protocol.errors import InvalidConfiguration
+
+ALIGNMENT = 16  # bytes: tensors begin at multiples of this within a page
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a layer's state.
+
+    Attributes:
+        layer: Index of the layer among the layers with a state.
+        name: Its name within the layer.
+        shape: Its shape for one sequence, with a leading 1.
+        dtype: Its dtype, in memory and in the pages.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def unit_bytes(self, page_bytes: int) -> int:
+        """Return the bytes that stay together: all dimensions behind the second, or fewer if a page is smaller."""
+        for first in range(2, len(self.shape)):
+            size = math.prod(self.shape[first:]) * self.dtype.itemsize
+            if size <= page_bytes:
+                return size
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a tensor that lie together: `size` bytes at `offset` in the page of index `page`."""
+
+    page: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where each tensor of a sequence's state lies in its pages.
+
+    Attributes:
+        tensors: The tensors of all layers, in the order of the pages.
+        page_bytes: Bytes of a page.
+
+    Raises:
+        InvalidConfiguration: Names `bytes_per_block`: pages are no multiple of ALIGNMENT.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    page_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.page_bytes % ALIGNMENT:
+            problem = (
+                f"{self.page_bytes} bytes cannot hold recurrent states: expected a multiple of {ALIGNMENT}; "
+                "choose a larger block_size"
+            )
+            raise InvalidConfiguration("bytes_per_block", problem)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The places of each tensor, in order."""
+        page, offset, found = 0, 0, []
+        for tensor in self.tensors:
+            unit, left, places = tensor.unit_bytes(self.page_bytes), tensor.nbytes, list[Span]()
+            offset += -offset % ALIGNMENT
+            while left:
+                size = min(left, (self.page_bytes - offset) // unit * unit)
+                if size:
+                    places.append(Span(page, offset, size))
+                    offset, left = offset + size, left - size
+                if left:
+                    page, offset = page + 1, 0
+            found.append(tuple(places))
+        return tuple(found)
+
+    @property
+    def pages(self) -> int:
+        """Pages that a sequence's state takes."""
+        return 1 + max((span.page for places in self.spans for span in places), default=-1)
+
+    def of_layer(self, layer: int) -> list[tuple[StateTensor, tuple[Span, ...]]]:
+        """Return a layer's tensors with their places."""
+        return [each for each in zip(self.tensors, self.spans, strict=True) if each[0].layer == layer]
+
+
+class StatePages:
+    """Reads and writes states in the memory of a pool.
+
+    Args:
+        layout: The layout of a state.
+        memory: [blocks, page bytes] uint8 on the device, contiguous: all pages of the pool.
+    """
+
+    def __init__(self, layout: StateLayout, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._layers: dict[int, list[tuple[StateTensor, tuple[Span, ...]]]] = {}
+        for tensor, spans in zip(layout.tensors, layout.spans, strict=True):
+            self._layers.setdefault(tensor.layer, []).append((tensor, spans))
+
+    def load(self, layer: int, pages: list[int]) -> dict[str, torch.Tensor]:
+        """Read a layer's state of one sequence.
+
+        Args:
+            layer: Index among the layers with a state.
+            pages: The sequence's pages in order, pool-local block ids.
+
+        Returns:
+            Copies of its tensors by name, in the shapes of the layout.
+        """
+        return {
+            tensor.name: torch.cat([self._part(pages, span) for span in spans]).view(tensor.dtype).view(tensor.shape)
+            for tensor, spans in self._layers[layer]
+        }
+
+    def store(self, layer: int, pages: list[int], state: dict[str, torch.Tensor]) -> None:
+        """Write a layer's state of one sequence.
+
+        Args:
+            layer: Index among the layers with a state.
+            pages: The sequence's pages in order, pool-local block ids.
+            state: Its tensors by name, in the shapes of the layout.
+        """
+        for tensor, spans in self._layers[layer]:
+            given = state[tensor.name]
+            assert given.shape == tensor.shape, f"{tensor.name} is {tuple(given.shape)}, not {tensor.shape}"
+            flat = given.to(tensor.dtype).contiguous().view(-1).view(torch.uint8)
+            begin = 0
+            for span in spans:
+                self._part(pages, span).copy_(flat[begin : begin + span.size])
+                begin += span.size
+
+    def _part(self, pages: list[int], span: Span) -> torch.Tensor:
+        return self._memory[pages[span.page], span.offset : span.offset + span.size]

@@ -1,0 +1,270 @@
+"""Layers with a recurrent state: transformers' own modules, bound to the pages of the pool.
+
+A *mixer* is a module that mixes the tokens of a sequence through a state of fixed size: a short convolution, a gated
+delta rule, Mamba. transformers keeps the state in a cache that the mixer is given. Here each row of a step is given to
+the mixer alone, with a cache that holds the row's state, read from its pages before and written back behind it. A row's
+bits therefore do not depend on other rows.
+
+A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
+Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,
+however it was scheduled; each generated token runs alone. transformers' Mamba 1 cannot continue a state with several
+tokens: there, each token of a prompt runs alone too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Self, cast
+
+import torch
+
+from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.attention.states import StateTensor
+
+from .model import ForwardContext
+
+DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
+MIXING = "kvforge_mixing"
+RECURRENT = "update_recurrent_state("
+CALLS = ("update_conv_state(", RECURRENT)
+CONTINUES = "initial_state"  # an argument of every form for a chunk that continues a state
+
+
+class RowCache:
+    """The state of one layer and one row, in the interface of a transformers cache.
+
+    Attributes:
+        state: Its tensors by name, in the mixer's own shapes, with a leading 1. None: the row has no tokens yet.
+    """
+
+    def __init__(self, state: dict[str, torch.Tensor] | None = None) -> None:
+        self.state = dict(state) if state is not None else {}
+        self._begun = state is not None
+
+    def get_conv_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the last inputs of a convolution, [1, channels, kernel], which the caller may change; None: none."""
+        return self.state[f"conv {state_idx}"] if self._begun else None
+
+    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a recurrent state, [1, ...], which the caller may change; None: none."""
+        return self.state[f"recurrent {state_idx}"] if self._begun else None
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        _layer: int | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Append inputs of a convolution, and keep the last ones.
+
+        Args:
+            conv_states: [1, channels, tokens].
+            state_idx: Which convolution of the layer.
+            conv_kernel_size: Inputs to keep.
+
+        Returns:
+            The inputs from before and the new ones; at the begin of a sequence at least `conv_kernel_size`, with zeros
+            in front.
+        """
+        name = f"conv {state_idx}"
+        if conv_kernel_size is None:
+            raise ValueError("a convolution of its layers gives its cache no kernel size")
+        if self._begun:
+            full = torch.cat([self.state[name], conv_states], dim=-1)
+        else:
+            missing = max(0, conv_kernel_size - conv_states.shape[-1])
+            full = torch.nn.functional.pad(conv_states, (missing, 0))
+        self.state[name] = full[..., -conv_kernel_size:]
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, _layer: int | None = None, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        """Replace a recurrent state."""
+        self.state[f"recurrent {state_idx}"] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, _layer: int | None = None, _index: int | None = None) -> bool:
+        """Return whether the row has tokens before."""
+        return self._begun
+
+    def is_recording_past(self, _layer: int) -> bool:
+        """Return whether earlier states are kept: never."""
+        return False
+
+
+@dataclass(frozen=True)
+class MixerBinding:
+    """Attached to a mixer.
+
+    Attributes:
+        index: Its index among the mixers.
+        chunk: The most tokens of a prompt that it is given at once.
+        states: The tensors of its state.
+        context: Inputs of a step.
+    """
+
+    index: int
+    chunk: int
+    states: tuple[StateTensor, ...]
+    context: ForwardContext
+
+    def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return a state of zeros."""
+        return {each.name: torch.zeros(each.shape, dtype=each.dtype, device=device) for each in self.states}
+
+
+def mixers_of(module: Any) -> list[Any]:
+    """Return the modules of a transformers model that keep a recurrent state in a cache, in order."""
+    return [part for part in module.modules() if _keeps_state(type(part))]
+
+
+def _keeps_state(kind: Any) -> bool:
+    if not kind.__module__.startswith("transformers.models."):
+        return False
+    source = _source(kind)
+    return any(call in source for call in CALLS)
+
+
+@cache
+def _source(kind: Hashable) -> str:
+    try:
+        return inspect.getsource(cast(Any, kind))
+    except (OSError, TypeError):
+        return ""
+
+
+class Recorder:
+    """Runs mixers with an empty cache, and records the shapes of their states.
+
+    Args:
+        module: The transformers model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._mixers = mixers_of(module)
+        self._found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def __enter__(self) -> Self:
+        for index, part in enumerate(self._mixers):
+            part.forward = self._recording(index, part.forward)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._mixers:
+            part.__dict__.pop("forward", None)
+
+    def _recording(self, index: int, forward: Any) -> Any:
+        def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            held = RowCache()
+            mixed: torch.Tensor = forward(hidden_states, cache=held)
+            self._found[index] = held.state
+            return mixed
+
+        return run
+
+    def states(self, name: str) -> tuple[StateTensor, ...]:
+        """Return the tensors of all mixers' states, in order.
+
+        Raises:
+            UnsupportedModel: A mixer did not run, or keeps no tensors of one sequence.
+        """
+        tensors = []
+        for index in range(len(self._mixers)):
+            if not self._found.get(index):
+                raise UnsupportedModel(
+                    name, f"its layer with a recurrent state of index {index} keeps none in its cache"
+                )
+            for key, state in sorted(self._found[index].items()):
+                if state.dim() < 2 or state.shape[0] != 1 or not state.is_floating_point():
+                    problem = f"a recurrent state of its layers is {list(state.shape)} {state.dtype}"
+                    raise UnsupportedModel(name, f"{problem}: expected numbers [1, n, ...]")
+                tensors.append(StateTensor(index, key, tuple(state.shape), state.dtype))
+        return tuple(tensors)
+
+
+def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor, ...]) -> int:
+    """Let each mixer run row by row with the states in the pool.
+
+    Outside a pass (`ForwardContext.batch` is None) a mixer runs as transformers wrote it, without a cache.
+
+    Args:
+        module: The transformers model.
+        context: Inputs of a step, shared by all layers.
+        states: The tensors of all mixers' states, as `Recorder` returned them.
+
+    Returns:
+        Tokens of a chunk of a prompt: chunks begin and end at multiples of it. 1 if there is no mixer.
+    """
+    mixers = mixers_of(module)
+    for index, part in enumerate(mixers):
+        own = tuple(each for each in states if each.layer == index)
+        binding = MixerBinding(index, _chunk_of(part), own, context)
+        part.__dict__[MIXING] = binding
+        part.forward = _bound(binding, part.forward)
+    return math.lcm(*(part.__dict__[MIXING].chunk for part in mixers))
+
+
+def _chunk_of(part: Any) -> int:
+    kind: Any = type(part)
+    source = _source(kind)
+    if RECURRENT in source and CONTINUES not in source:
+        return 1
+    chunk = getattr(part, "chunk_size", DEFAULT_CHUNK)
+    return chunk if isinstance(chunk, int) and chunk > 0 else DEFAULT_CHUNK
+
+
+def _bound(binding: MixerBinding, forward: Any) -> Any:
+    def run(hidden_states: torch.Tensor, *given: Any, **keywords: Any) -> torch.Tensor:
+        context = binding.context
+        if context.batch is not None:
+            return _mixed(binding, forward, hidden_states)
+        if context.separate:
+            tokens, device = hidden_states.split(1, dim=1), hidden_states.device
+            return torch.cat([forward(each, cache=RowCache(binding.empty(device))) for each in tokens], dim=1)
+        mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
+        return mixed
+
+    return run
+
+
+def _mixed(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Run a mixer over the rows of a step, one after the other.
+
+    Args:
+        binding: The mixer's binding.
+        forward: The mixer's own forward.
+        hidden: [1, tokens, hidden size].
+
+    Returns:
+        [1, tokens, hidden size].
+    """
+    batch, pool = binding.context.batch, binding.context.pool
+    assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
+    assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
+    parts = []
+    for row in range(len(batch.counts)):
+        pages, start = batch.states[row].tolist(), int(batch.starts[row])
+        state = pool.states.load(binding.index, pages) if start else None
+        first = int(batch.query_starts[row]) - start
+        for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
+            held = RowCache(state)
+            parts.append(forward(hidden[:, first + begin : first + end], cache=held))
+            state = held.state
+        assert state is not None, "a row without tokens"
+        pool.states.store(binding.index, pages, state)
+    return torch.cat(parts, dim=1)
+
+
+def chunks(start: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield [begin, end) of the parts of the positions [start, end), cut at absolute multiples of `chunk`."""
+    while start < end:
+        stop = min(end, (start // chunk + 1) * chunk)
+        yield start, stop
+        start = stop
