@@ -70,6 +70,8 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sequences_max: Running requests plus sequences kept by clients, over all workers.
         kept_per_tenant_max: Sequences that ended requests leave to the next turn, for each tenant. The least recently
             used one is dropped first, also when `sequences_max` is reached.
+        pinned_percent_max: The percentage of a tenant's ceiling, or of a pool without one, that its requests may pin
+            for later ones; also that of a pool and of `sequences_max` that all pins may take. 0: nothing is pinned.
         blocks_max: Blocks of all workers.
         blocks_per_sequence_max: Blocks of one sequence; times block_size, its longest context in tokens.
         state_blocks_max: Blocks of the recurrent state of one sequence, for models with such layers.
@@ -94,6 +96,7 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     sequences_max: Count = 256
     kept_per_tenant_max: Count = 32
+    pinned_percent_max: Annotated[int, Range(0, 100)] = 25
     blocks_max: Count = 1 << 20
     blocks_per_sequence_max: Count = 512
     state_blocks_max: Count = 1024

@@ -131,6 +131,8 @@ class SavedRequest(Saved):
     keep_us: int = 0
     kept_id: int = 0
     ahead: bool = False
+    pins: tuple[tuple[int, int], ...] = ()
+    pinned: tuple[int, ...] = ()
 
 
 class SavedKey(Saved):

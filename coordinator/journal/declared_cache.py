@@ -118,6 +118,7 @@ class SavedSequences(Saved):
     _free: list[int]
     quarantine: Annotated[list[tuple[int, int, int]], SpecialContainer(deque)]
     kept: Flags | None = None
+    pinned: Flags | None = None
     states: I32Table | None = None
     state_used: I64 | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from kvforge.gateway.access import Caller
 from kvforge.gateway.chat.arguments import ObjectText, object_of
 from kvforge.gateway.chat.naming import Names
 from kvforge.gateway.chat.shapes import ANY, Shape
+from kvforge.gateway.chat.tools import checked
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.generate.prepare import PreparedConversation, prepare_conversation
@@ -20,9 +22,10 @@ from kvforge.gateway.generate.service import Model
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
-from kvforge.protocol.messages import SAMPLING_RANGES
+from kvforge.protocol.messages import SAMPLING_RANGES, Int32Array
 
 from .conversation import choice_of, messages_of, tools_of
+from .pins import cache_creation, pins_of
 from .request_body import Conversation, Create
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
@@ -32,17 +35,22 @@ TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 TOOL_USE = "tool_use"
 
 
+def _variables(asked: Conversation) -> dict[str, Any]:
+    """Return the variables of the chat template."""
+    variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+    if asked.thinking is not None:
+        variables["enable_thinking"] = asked.thinking.type != "disabled"
+    if asked.output_config is not None and asked.output_config.effort is not None:
+        variables["reasoning_effort"] = asked.output_config.effort
+    return variables
+
+
 async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> PreparedConversation:
     """Prepare the conversation of a request and note ignored tools in `ignored`.
 
     Raises:
         InvalidRequest: Names the field.
     """
-    variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
-    if asked.thinking is not None:
-        variables["enable_thinking"] = asked.thinking.type != "disabled"
-    if asked.output_config is not None and asked.output_config.effort is not None:
-        variables["reasoning_effort"] = asked.output_config.effort
     messages = messages_of(asked)
     # As in Anthropic's API, a final assistant message is continued.
     continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
@@ -53,8 +61,15 @@ async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
     return await prepare_conversation(
-        model, messages, tools=tools, choice=choice, shape=shape, continued=continued, variables=variables
+        model, messages, tools=tools, choice=choice, shape=shape, continued=continued, variables=_variables(asked)
     )
+
+
+async def _rendered(model: Model, asked: Conversation) -> Int32Array:
+    """Return a conversation up to the end of its last message, as tokens."""
+    offered = [tool.plain() for tool in checked(tools_of(asked, Ignored()), choice_of(asked))]
+    found = await model.prompts.chat(messages_of(asked), tools=offered, opened=False, variables=_variables(asked))
+    return found.ids
 
 
 def names_of() -> Names:
@@ -87,6 +102,7 @@ async def wanted_of(
         priority=caller.check_priority(asked.priority or 0),
         detached=bool(key),
         idempotency_key=key,
+        pins=await pins_of(asked, conversation.rendered.ids, partial(_rendered, model)),
     )
     stops = stop_strings(asked.stop_sequences or ())
     return Submission(
@@ -98,14 +114,27 @@ async def wanted_of(
     )
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached tokens."""
-    return {
-        "input_tokens": usage.prompt - usage.cached,
-        "cache_creation_input_tokens": 0,
+def usage_of(usage: Usage, created: dict[str, int] | None = None) -> dict[str, Any]:
+    """Return the token counts. As in Anthropic's API, `input_tokens` excludes cached and pinned tokens.
+
+    Args:
+        usage: The counts.
+        created: The pinned tokens by their time to live; None if the request pins nothing.
+    """
+    pinned = sum((created or {}).values())
+    counts: dict[str, Any] = {
+        "input_tokens": usage.prompt - usage.cached - pinned,
+        "cache_creation_input_tokens": pinned,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.completion,
     }
+    return counts if created is None else {**counts, "cache_creation": created}
+
+
+def final_usage(generation: Generation) -> dict[str, Any]:
+    """Return the token counts of an answer that has ended."""
+    pins = generation.pins
+    return usage_of(generation.usage, cache_creation(pins, generation.answers[0].stream.ended) if pins else None)
 
 
 def stop_reason(reason: str, stopped_by: str, called: bool) -> str:
@@ -155,7 +184,7 @@ async def whole(generation: Generation, model_name: str) -> bytes:
             "content": content,
             "stop_reason": stop_reason(answer.reason, answer.stopped_by, called),
             "stop_sequence": answer.stopped_by or None,
-            "usage": usage_of(generation.usage),
+            "usage": final_usage(generation),
         }
     )
 
@@ -210,7 +239,7 @@ class MessageEvents:
                 "stop_reason": stop_reason(piece.reason, stopped_by, self._called),
                 "stop_sequence": stopped_by or None,
             }
-            written.append(event("message_delta", delta=delta, usage=usage_of(self._generation.usage)))
+            written.append(event("message_delta", delta=delta, usage=final_usage(self._generation)))
             written.append(event("message_stop"))
 
     def _event(self, came: Event, written: list[bytes]) -> None:

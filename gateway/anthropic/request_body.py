@@ -14,7 +14,7 @@ from kvforge.client.arguments import PRIORITY_MAX
 IGNORED = {
     "metadata": "a label for the caller; no user data is stored",
     "service_tier": "there is only one tier",
-    "cache_control": "prefix caching is automatic and based on content",
+    "cache_control": "prefix caching is automatic and based on content; `ttl` pins a prefix",
     "citations": "only `null` or disabled is accepted",
     "thinking.budget_tokens": "thinking has no budget of its own; max_tokens bounds it",
     "inference_geo": "inference runs where this service runs",

@@ -20,11 +20,12 @@ from kvforge.gateway.http.errors import anthropic_error
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.http.keys import Key, session_of
-from kvforge.gateway.http.notes import notes_of
+from kvforge.gateway.http.notes import RequestNotes, notes_of
 from kvforge.gateway.http.stream import ErrorEventSource, EventStream, Pings, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import messages
+from .pins import outcomes
 from .request_body import Create
 
 
@@ -62,6 +63,7 @@ class Anthropic:
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
             stack.callback(charge, caller, [generation])
+            stack.callback(_note_pins, notes_of(request.scope), generation)
             if not asked.stream:
                 return await wanted(request, self._whole(generation, asked.model))
             await wanted(request, generation.accepted())
@@ -90,6 +92,11 @@ class Anthropic:
         model.check(asked.model)
         conversation = await wanted(request, messages.conversation_of(asked, model, ignored))
         return JSONResponse({"input_tokens": len(conversation.rendered.ids)})
+
+
+def _note_pins(notes: RequestNotes, generation: Generation) -> None:
+    """Let the pins of an answer be counted."""
+    notes.pins = outcomes(generation.answers[0].stream.ended)
 
 
 def _headers(generation: Generation) -> dict[str, str]:

@@ -181,6 +181,11 @@ class Generation:
             ahead.leave()
 
     @property
+    def pins(self) -> tuple[tuple[int, float], ...]:
+        """What the request asked to pin."""
+        return self._wanted.options.pins
+
+    @property
     def request_id(self) -> int:
         """The request id of the first answer; those of the others follow."""
         return self.answers[0].stream.request_id

@@ -14,13 +14,19 @@ _NOTES = "kvforge.notes"
 
 
 class RequestNotes:
-    """Facts about one request. `request_id` is used until the coordinator has assigned its own."""
+    """Facts about one request.
 
-    __slots__ = ("ignored", "request_id")
+    Attributes:
+        request_id: Used until the coordinator has assigned its own.
+        pins: How many prefixes were pinned, and how many that should be were not.
+    """
+
+    __slots__ = ("ignored", "pins", "request_id")
 
     def __init__(self) -> None:
         self.request_id = f"req_{secrets.token_hex(12)}"
         self.ignored = Ignored()
+        self.pins = (0, 0)
 
     def start(self, *, strict: bool) -> Ignored:
         """Begin to collect ignored fields. With `strict` they are refused instead."""

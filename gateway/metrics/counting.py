@@ -49,3 +49,4 @@ class Counting:
         finally:
             self._counts.ended(scope["path"], status, monotonic() - began, received, sent)
             self._counts.ignored(scope["path"], notes_of(scope).ignored.count)
+            self._counts.pinned(notes_of(scope).pins)

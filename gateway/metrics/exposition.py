@@ -11,7 +11,19 @@ from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.service_metrics import ServiceMetrics
 
 from .service import SERVICE
-from .shared import LINES_ANSWERED, LINES_FAILED, LINES_RUNNING, OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
+from .shared import (
+    LINES_ANSWERED,
+    LINES_FAILED,
+    LINES_RUNNING,
+    OPEN,
+    OTHER_STATUS,
+    PINS,
+    PINS_REFUSED,
+    RECEIVED,
+    SECONDS,
+    SENT,
+    Counts,
+)
 from .snapshot import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, MetricsSnapshot
 from .vllm import VLLM
 
@@ -29,6 +41,11 @@ GATEWAY = {
         COUNTER,
         "Fields and tools of requests that were ignored, as x-kvforge-ignored lists them.",
         ("path",),
+    ),
+    "kvforge_http_pins_total": (
+        COUNTER,
+        "Prefixes that `cache_control` with a ttl asked to pin, by outcome: pinned, refused.",
+        ("outcome",),
     ),
     "kvforge_http_received_bytes_total": (COUNTER, "Bytes of request bodies.", ()),
     "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of response bodies.", ()),
@@ -133,6 +150,10 @@ def _own(counts: Counts) -> Iterator[Family]:
         "kvforge_http_request_seconds": seconds,
         "kvforge_http_requests_open": [((), int(total[OPEN]))],
         "kvforge_http_ignored_fields_total": ignored,
+        "kvforge_http_pins_total": [
+            (("pinned",), int(total[PINS])),
+            (("refused",), int(total[PINS_REFUSED])),
+        ],
         "kvforge_http_received_bytes_total": [((), int(total[RECEIVED]))],
         "kvforge_http_sent_bytes_total": [((), int(total[SENT]))],
         "kvforge_batch_requests_total": [

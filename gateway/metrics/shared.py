@@ -27,8 +27,8 @@ ROWS = 64
 STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 499, 500, 503, 504)
 OTHER_STATUS, OTHER_PATH = 0, "other"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-OPEN, RECEIVED, SENT, LINES_ANSWERED, LINES_FAILED, LINES_RUNNING = range(6)
-_HEAD = 6
+OPEN, RECEIVED, SENT, LINES_ANSWERED, LINES_FAILED, LINES_RUNNING, PINS, PINS_REFUSED = range(8)
+_HEAD = 8
 _BUCKETS = len(SECONDS) + 1
 
 
@@ -56,7 +56,8 @@ class Counts:
             self._row = self._rows[0]
             return
         # The digest of the layout in the file name keeps gateways with different columns apart.
-        mark = hashlib.blake2b(repr((self.paths, STATUSES, SECONDS, self._width)).encode(), digest_size=6).hexdigest()
+        layout = repr((self.paths, STATUSES, SECONDS, self._width, _HEAD)).encode()
+        mark = hashlib.blake2b(layout, digest_size=6).hexdigest()
         self._file = os.open(f"{path}-{mark}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, ROWS * cells * 8)
         self._map = mmap.mmap(self._file, ROWS * cells * 8)
@@ -109,6 +110,11 @@ class Counts:
         """Count ignored fields and tools of a request."""
         if fields:
             self._row[(self._at.get(path) or self._at[OTHER_PATH]) + self._width - 1] += fields
+
+    def pinned(self, outcomes: tuple[int, int]) -> None:
+        """Count prefixes that a request pinned, and those that it could not."""
+        if any(outcomes):
+            self._row[PINS : PINS_REFUSED + 1] += outcomes
 
     def line(self, *, answered: bool) -> None:
         """Count a request of a batch that has an outcome."""

@@ -17,11 +17,12 @@ RECONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """The options of `Client.submit`, which documents them, and three of the gateway.
+    """The options of `Client.submit`, which documents them, and four of the gateway.
 
     Attributes:
         continues: The kept sequence that the prompt may begin with, 0 for none.
         keep_s: How long the sequence of each answer is kept for the next turn, in seconds; 0: it is not.
+        pins: Leading parts of the prompt to pin for later requests, as (tokens, seconds after their last use).
         ahead: Compute the prompt for later requests, while nothing else is to be done.
 
     Raises:
@@ -40,6 +41,7 @@ class RequestOptions:
     retry_s: float | None = None
     continues: int = 0
     keep_s: float = 0.0
+    pins: tuple[tuple[int, float], ...] = ()
     ahead: bool = False
     _submit: Submit = field(init=False, repr=False, compare=False)
 
@@ -82,5 +84,6 @@ class RequestOptions:
             key=self.idempotency_key,
             continues=self.continues,
             keep_ms=milliseconds("keep_s", self.keep_s or None),
+            pins=tuple((tokens, milliseconds("pins", seconds)) for tokens, seconds in self.pins),
             ahead=self.ahead,
         )

@@ -59,6 +59,9 @@ class Submit(Message, frozen=True, tag="submit"):
             its tokens are taken to be of the same kinds, and their KV is shared. A sequence that is gone has no effect.
         keep_ms: Keep the tokens and KV of each answer as a sequence until it is idle for this time (0: do not); `Ended`
             names it. The coordinator drops the least recently used ones earlier if it needs their places.
+        pins: Leading parts of the prompt to pin from its first token on, as (tokens, milliseconds): at most 4. The
+            KV of their full blocks is not evicted for that long after their last use, as far as
+            `limits.pinned_percent_max` permits; `Ended.pinned` has what was pinned.
         ahead: Compute the prompt for later requests that begin with it, while nothing else is to be done. It is refused
             with Conflict beside other requests, and cancelled when another one comes; what it has computed stays
             cached. Of no use, and refused, where prompts and generated tokens are computed alike.
@@ -81,6 +84,7 @@ class Submit(Message, frozen=True, tag="submit"):
     model_defaults: tuple[str, ...] = ()
     continues: int = 0
     keep_ms: int = 0
+    pins: tuple[tuple[int, int], ...] = ()
     ahead: bool = False
     prompt: Int32Array = NO_INT32
 

@@ -104,6 +104,7 @@ class SequenceInfo(Message, frozen=True, tag="sequence_info"):
         computed_tokens: Tokens with computed KV.
         resident: Whether it holds blocks. If not, its KV was evicted or lost with a worker, and only its tokens are
             kept.
+        pinned: Whether a request pinned it as the beginning of later prompts.
     """
 
     rid: int
@@ -120,6 +121,7 @@ class SequenceInfo(Message, frozen=True, tag="sequence_info"):
     idle_us: int
     accesses: int
     idle_ttl_ms: int
+    pinned: bool = False
 
 
 class Appended(Message, frozen=True, tag="appended"):
@@ -403,6 +405,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cut_tokens: The number of streamed tokens that a FinishAt took back; generated_tokens excludes these.
         sequence_id: The sequence that keeps the prompt and the answer, if the request asked for one; 0 for none.
+        pinned: How many leading tokens of the prompt are pinned for each of `Submit.pins`; 0 where none are. Empty if
+            the request ended before its first token.
     """
 
     request_id: int
@@ -414,6 +418,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     cut_tokens: int = 0
     sequence_id: int = 0
+    pinned: tuple[int, ...] = ()
 
 
 class Stream(Message, frozen=True, tag="stream"):

@@ -221,6 +221,7 @@ def test_a_sequence_tells_its_length_its_blocks_and_what_is_shared(make_pool: Ma
         "worker": "w1",
         "request_id": 0,
         "resident": True,
+        "pinned": False,
     }
     assert told.sentences[0] == "9 tokens, 0 with KV, last used 4 s ago"
     assert told.sentences[2] == "it is removed in 6 s if it stays unused"

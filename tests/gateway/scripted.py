@@ -111,7 +111,8 @@ class Script:
     answers: the text of each request's answer in turn; EOS follows an answer with the reason "stop". reply: computes
     the answer to a prompt, in place of `answers`. stuck: whether the answer to a prompt never ends. step: tokens that
     arrive together. keeps: a request that asks for it leaves a sequence, numbered this much higher; 0: none.
-    kinds: workers compute prompts and generated tokens differently. away: the refusal of what is computed ahead.
+    kinds: workers compute prompts and generated tokens differently. pinned_max: tokens that a request may pin.
+    away: the refusal of what is computed ahead.
     error: the refusal, or the error after an answer's
     tokens.
     """
@@ -134,6 +135,7 @@ class Script:
     next_id: int = FIRST_ID
     keeps: int = 0
     kinds: bool = False
+    pinned_max: int = 1 << 20
     away: KvforgeError | None = None
     sequences: KeptSequences = field(default_factory=KeptSequences)
 
@@ -159,6 +161,7 @@ class Stream:
         self._reason = reason
         self.stuck = False
         self.sequence_id = 0
+        self.pinned: tuple[int, ...] = ()
         self._limit: int | None = None
         self._gone = False
         self.failure: KvforgeError | None = None
@@ -226,6 +229,7 @@ class Stream:
             timings=Timings(),
             cut_tokens=cut,
             sequence_id=self.sequence_id,
+            pinned=self.pinned,
         )
 
 
@@ -284,6 +288,8 @@ class Streams:
                 ids += self._spoken.encode(EOS, special=False)
             streams.append(Stream(script, script.next_id, len(prompt), ids, changed, reason))
             streams[-1].sequence_id = script.keeps + script.next_id if script.keeps and options.keep_s else 0
+            share = script.pinned_max
+            streams[-1].pinned = tuple(min(tokens, share) // 16 * 16 for tokens, _ in options.pins)
             streams[-1].stuck = script.stuck is not None and script.stuck(spoken)
             width = options.sampling.prompt_logprobs if options.sampling is not None else None
             if width is not None and len(streams) == 1:

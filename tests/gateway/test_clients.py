@@ -124,6 +124,34 @@ def test_anthropic_messages_whole_and_streamed(served: Served) -> None:
             client.messages.create(**{**greedy, "model": "claude"})
 
 
+def test_anthropic_pins_a_prompt_for_an_hour(served: Served) -> None:
+    system: Any = [
+        {
+            "type": "text",
+            "text": "Answer in one short sentence. " * 40,
+            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        }
+    ]
+    with served.anthropic() as client:
+        first = client.messages.create(model=NAME, max_tokens=2, system=system, messages=QUESTION)
+        created = first.usage.cache_creation
+        assert created is not None and created.ephemeral_1h_input_tokens > 100
+        assert first.usage.cache_creation_input_tokens == created.ephemeral_1h_input_tokens
+        usage = (
+            first.usage.input_tokens + created.ephemeral_1h_input_tokens + (first.usage.cache_read_input_tokens or 0)
+        )
+        counted = client.messages.count_tokens(model=NAME, system=system, messages=QUESTION)
+        assert counted.input_tokens == usage
+        (pool,) = served.kv.stats().pools
+        assert pool.referenced >= created.ephemeral_1h_input_tokens // 16, "held after the end of the request"
+        other: Any = [{"role": "user", "content": "And of Italy?"}]
+        again = client.messages.create(model=NAME, max_tokens=2, system=system, messages=other)
+        assert (again.usage.cache_read_input_tokens or 0) >= created.ephemeral_1h_input_tokens
+        assert again.usage.cache_creation is not None and not again.usage.cache_creation.ephemeral_1h_input_tokens
+    metrics = httpx.get(f"{served.url}/metrics", timeout=30).text
+    assert 'kvforge_http_pins_total{outcome="pinned"} 2.0' in metrics
+
+
 def run(code: str, **environment: str) -> str:
     """Run a client in a separate process, because its import must not affect this one."""
     done = subprocess.run(

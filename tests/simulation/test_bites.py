@@ -32,6 +32,7 @@ LIKELY = {
     "kept_sequence_without_its_kinds": 3,
     "continued_beyond_what_is_equal": 3,
     "rewound_while_it_runs": 3,
+    "pins_beyond_their_share": 0,
     "tail_of_a_sequence_that_was_cut_off": 22,
     "tail_written_into_a_shared_block": 40,
     "ahead_beside_others": 40,

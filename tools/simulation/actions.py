@@ -44,6 +44,8 @@ CONVERSATION_SHARE, KEEP_MS = 0.1, 200
 REWIND, REWIND_SHARE = "rewind", 0.4
 # answers that are computed as prompts
 AHEAD, AHEAD_SHARE = "ahead", 0.2
+# requests that pin the beginning of their prompts, and for how long
+PINS_SHARE, PINS_MS = 0.15, (1, 20, 200)
 COORDINATOR = "k"
 WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # jumps of the wall clock while no coordinator runs
 # verb: weight
@@ -110,12 +112,13 @@ HOSTILE = (
 class ActionDrawer:
     """Draws actions from a seed, from the settings and its own labels alone.
 
-    The coordinator's deaths come from the stream `deaths`; conversations and log-probabilities of prompts come from
-    others, so that all other actions are the same as in a world without them.
+    The coordinator's deaths come from the stream `deaths`; conversations, pins and log-probabilities of prompts come
+    from others, so that all other actions are the same as in a world without them.
     """
 
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
         self._settings, self._random, self._deaths = settings, random, deaths or Draws("deaths")
+        self._pins = Draws(f"pins/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._jumps = Draws(f"jumps/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
@@ -387,6 +390,10 @@ class ActionDrawer:
             more = (*more, ("prompt_logprobs", self._scores.choice((0, 1, 3))))
             if count == 1 and self._scores.random() < 0.5:
                 answer = 0
+        if self._pins.random() < PINS_SHARE:
+            count = self._pins.randint(1, 2)
+            pins = tuple((self._pins.randint(1, size), self._pins.choice(PINS_MS)) for _ in range(count))
+            more = (*more, ("pins", pins))
         return (self._client(), labels, self._prompt(size), answer, seed, stops, self._tenant(), more)
 
     def _prompt(self, size: int) -> tuple[int, ...]:

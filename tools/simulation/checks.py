@@ -81,6 +81,8 @@ class Checker:
         assert states.translate(IS_REFERENCED) == (blocks.refcount > 0).tobytes(), "a state does not match its count"
         if blocks.external or self._payers:
             self._charged()
+        if s.pinned.any():
+            self._pinned()
         for group in self._machine.cache.groups.values():
             pool = group.pool
             own = states[pool.base : pool.base + pool.count]
@@ -92,6 +94,21 @@ class Checker:
             assert own.count(QUARANTINED) == pool.quarantined, "quarantined"
             if group.sent:
                 self._untouchable(group, states.translate(IS_KEPT))
+
+    def _pinned(self) -> None:
+        """Check that pins hold no more than their share of a pool and of their tenant's ceiling."""
+        cache = self._machine.cache
+        s, share = cache.sequences, self._machine.limits.bounds.pinned_percent_max / 100
+        for group in cache.groups.values():
+            held: dict[int, set[int]] = {}
+            for slot in np.flatnonzero(s.pinned & (s.pool == group.number)).tolist():
+                held.setdefault(int(s.tenant[slot]), set()).update(s.blocks_of(slot).tolist())
+            together = len(set().union(*held.values()))
+            assert together <= share * group.pool.count, f"pins hold {together} blocks of {group.name}"
+            for tenant, own in held.items():
+                assert len(own) <= share * int(cache.tenants.ceiling[tenant]), (
+                    f"pins of a tenant hold {len(own)} blocks"
+                )
 
     def _charged(self) -> None:
         """Check that a named block is charged to a tenant that named it, not to the one that computed it."""

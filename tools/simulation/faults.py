@@ -27,6 +27,7 @@ from kvforge.coordinator.core.cache.indexing import Indexing
 from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.pins import Pins
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
+from kvforge.coordinator.core.cache.prefix_pins import PrefixPins
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.cache.sequences import NO_SLOTS, Sequences, unmarked
 from kvforge.coordinator.core.cache.supply import Supply
@@ -977,6 +978,12 @@ def tail_written_into_a_shared_block() -> list[Patch]:
             tables.unwritable = unwritable  # type: ignore[method-assign]
 
     return [(Scheduler, "_idle_tails", idle_tails)]
+
+
+@fault
+def pins_beyond_their_share() -> list[Patch]:
+    """A prompt is pinned whole, whatever share of the pool its tenant has."""
+    return [(PrefixPins, "_fitting", lambda self, slot, group, full: full)]
 
 
 @fault

@@ -77,7 +77,7 @@ class BookedKey:
 
 def fields_of(command: Submit) -> tuple[Any, ...]:
     """Return all fields of a command except its number."""
-    apart = ("rid", "prompt", "continues", "keep_ms", "ahead")
+    apart = ("rid", "prompt", "continues", "keep_ms", "pins", "ahead")
     fields = [name for name in command.__struct_fields__ if name not in apart]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
 
@@ -308,7 +308,8 @@ class Ledger:
     def _removed(self, _client: int, command: Any, _reply: Removed) -> None:
         assert isinstance(command, RemoveSequences)
         for sequence_id in command.sequence_ids.tolist():
-            self.sequences[sequence_id].removed = True
+            if sequence_id in self.sequences:  # pins are not booked: no reply names them
+                self.sequences[sequence_id].removed = True
 
     def _account(self, sequence: BookedSequence, length: int) -> None:
         """Append what the sequence's last request generated: the oracle's answer up to the length."""

@@ -27,10 +27,13 @@ def make_limits(quotas: dict[str, Quota] | None = None, **named: Any) -> Limits:
     return Limits(**parts, quotas=quotas or {})
 
 
+ZERO = ("lease_s", "pinned_percent_max")  # may be 0
+
+
 def counts() -> list[str]:
     """The names of all that must be at least 1, in the core's units."""
     found = [field for struct in SECTIONS.values() for field in msgspec.structs.fields(struct)]
-    return [in_core(field.name)[0] for field in found if field.type not in (str, bool) and field.name != "lease_s"]
+    return [in_core(field.name)[0] for field in found if field.type not in (str, bool) and field.name not in ZERO]
 
 
 def in_core(field: str) -> tuple[str, float]:

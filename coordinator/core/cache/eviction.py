@@ -31,7 +31,9 @@ class Eviction:
         At the tenant's ceiling, its own sequences go first. Sequences in `asking`, and those that a step in flight may
         read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible,
         and those that an ended request left. The former are recomputed when the request is scheduled. Without this
-        exception, waiting requests could hold blocks that the running request needs, and deadlock.
+        exception, waiting requests could hold blocks that the running request needs, and deadlock. Pinned sequences
+        are chosen last, and only where no other row runs whose end could give the blocks: in the group, or for a tenant
+        at its ceiling among its own rows.
 
         Args:
             group: The group that must provide the blocks.
@@ -47,17 +49,20 @@ class Eviction:
         s, blocks, pool = self._sequences, self._blocks, group.pool
         idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.done_step)
         if self._policy == "none":
-            idle &= (s.request != 0) | s.kept
+            idle &= (s.request != 0) | s.kept | s.pinned
         idle[asking] = False
-        (candidates,) = idle.nonzero()
         trial, taken = pool.supply(keep), []
+        at_ceiling = trial.room(tenant) < count + spare.own
+        if np.count_nonzero(s.pinned):
+            idle &= ~s.pinned | self._yields(group, tenant if at_ceiling else 0, asking)
+        (candidates,) = idle.nonzero()
         if not candidates.size:
             return candidates, trial
-        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
+        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates], s.pinned[candidates]))]
         counts: dict[int, int] = {}
         kept = set(keep.tolist())
         own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
-        queue = own_first if trial.room(tenant) < count + spare.own else candidates
+        queue = own_first if at_ceiling else candidates
         for slot in dict.fromkeys(queue.tolist()):
             if trial.has(tenant, count, spare):
                 break
@@ -69,6 +74,26 @@ class Eviction:
                     trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
         return np.array(taken, np.int64), trial
 
+    def _yields(self, group: Group, tenant: int, asking: Slots | int) -> npt.NDArray[np.bool_]:
+        """Return which sequences give up their blocks although they are pinned: [slots].
+
+        Args:
+            group: The group.
+            tenant: The tenant that is at its ceiling; 0: the pool is short.
+            asking: Slots that ask for blocks.
+        """
+        s = self._sequences
+        rows, nothing = s.running & (s.pool == group.number), np.zeros(s.running.size, np.bool_)
+        if group.pool.quarantined:  # these blocks come back with the next result
+            return nothing
+        asking_too = nothing.copy()
+        asking_too[asking] = True
+        if tenant:
+            mine: npt.NDArray[np.bool_] = s.tenant == tenant
+            if _alone(rows & mine, asking_too):
+                return mine
+        return ~nothing if _alone(rows, asking_too) else nothing
+
     def supply_when_idle(self, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
         """Compute the supply after every row except `but` has ended, with every step done and idle sequences evicted.
 
@@ -78,7 +103,7 @@ class Eviction:
         s, blocks, pool = self._sequences, self._blocks, group.pool
         ends = (s.pool == group.number) & (s.id != 0)
         if self._policy == "none":
-            ends &= s.running | (s.request != 0) | s.kept
+            ends &= s.running | (s.request != 0) | s.kept | s.pinned
         if but != NO_ROW:
             ends[but] = False
         slots = np.flatnonzero(ends)
@@ -93,3 +118,8 @@ class Eviction:
         supply = pool.supply()
         supply.gain_each(blocks.owner[region][back], blocks.indexed[region][back])
         return supply, held
+
+
+def _alone(rows: npt.NDArray[np.bool_], asking: npt.NDArray[np.bool_]) -> bool:
+    """Return whether no row runs, or one that asks: preempting one of several would give blocks too."""
+    return bool(np.count_nonzero(rows) <= 1 and not np.count_nonzero(rows & ~asking))

@@ -49,7 +49,8 @@ def largest_holders(
     largest = sorted((slot for slot in held if held[slot]), key=lambda slot: -held[slot])
     idle = [slot for slot in largest if not s.running[slot]][:LISTED_MAX]
     rows = [slot for slot in largest if s.running[slot]][: LISTED_MAX if running else 0]
-    listed += [f"sequence {s.id[slot]} is idle and holds {_blocks(held[slot])}" for slot in idle]
+    states = {slot: "pinned" if s.pinned[slot] else "idle" for slot in idle}
+    listed += [f"sequence {s.id[slot]} is {states[slot]} and holds {_blocks(held[slot])}" for slot in idle]
     listed += [f"request {s.request[slot]} runs and holds {_blocks(held[slot])}" for slot in rows]
     return [*listed, f"other tenants hold {_blocks(others)}"] if others else listed
 

@@ -22,6 +22,7 @@ from .indexing import Indexing
 from .kept import KeptSequences
 from .pins import Pins
 from .prefix_cache import PrefixCache, PrefixStore
+from .prefix_pins import PrefixPins
 from .residency import Residency
 from .sequences import Sequences, Slots
 from .tenants import Tenants
@@ -42,6 +43,7 @@ class KVCacheManager:
         indexing: Indexes full blocks for prefix hits.
         continuing: Finds what a prompt shares with a kept sequence.
         kept: The sequences that ended requests left to the next turn.
+        prefix_pins: The beginnings of prompts that requests pinned.
         model: The model that the workers serve; None before the first worker is ready.
         vocab_size: Its vocabulary size, or VOCABULARY_UNKNOWN.
         largest_pool: Blocks of the largest pool so far, including those of absent workers, which may return.
@@ -73,6 +75,8 @@ class KVCacheManager:
         self.tables = BlockTables(*placed, self.tenants, self.residency)
         self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants)
         self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)
+        parts = (self.sequences, self.groups, self.residency, self.kept, self.tenants)
+        self.prefix_pins = PrefixPins(clock, bounds, *parts)
 
     # -------------------------------------------------------------------------------------------------------- groups
 

@@ -239,14 +239,21 @@ class Residency:
             s.used[slot] = keep
         self._row_changed(slot)
 
-    def fork(self, slot: int) -> int:
-        """Create a sequence that shares the tokens and blocks of `slot`. KV is copied when one side writes.
+    def fork(self, slot: int, most: int | None = None) -> int:
+        """Create a sequence that shares tokens and blocks of `slot`. KV is copied when one side writes.
 
         If the model keeps a recurrent state, which cannot be shared, only the tokens are.
+
+        Args:
+            slot: The sequence's slot.
+            most: How many leading tokens to share; None: all.
+
+        Returns:
+            The slot of the new sequence.
         """
         s = self._sequences
         child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
-        length = int(s.length[slot])
+        length = int(s.length[slot]) if most is None else most
         s.extend(child, s.tokens[slot, :length], s.logprobs[slot, :length])
         if s.pool[slot] != NO_POOL and not s.state_used[slot]:
             group, used = self._groups[int(s.pool[slot])], s.blocks_for(length)
@@ -258,6 +265,8 @@ class Residency:
             s.used[child] = used
             s.resident_us[child] = self._clock.now_us
             s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
+            if s.hashed[child] * s.block_size > length:
+                self._indexing.restart(child)
         self._row_changed(child)
         return child
 

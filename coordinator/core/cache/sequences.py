@@ -77,6 +77,7 @@ class Sequences:
     Attributes:
         leased: The owner's connection is gone, and the time to live is that of its lease.
         kept: An ended request left the sequence to the next turn; it is dropped where its place is needed.
+        pinned: The sequence is a prompt's beginning that a request pinned; see `PrefixPins`.
     """
 
     def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
@@ -110,6 +111,7 @@ class Sequences:
         self.leased = np.zeros(n, np.bool_)
         self.owned = np.zeros(n, np.bool_)
         self.kept = np.zeros(n, np.bool_)
+        self.pinned = np.zeros(n, np.bool_)
         self.state_used = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)

@@ -155,6 +155,7 @@ class SequenceCommands:
             raise InvalidRequest("sequence_ids", "belong to several tenants: append to each tenant's separately")
         if slots.size:
             self._cache.tables.append(slots, message.tokens, counts)
+            s.pinned[slots] = False
             if counts.size == message.tokens.size:
                 # Such clients repeat the command: the fast path of the next one skips the look-up.
                 self._again = slots
@@ -225,6 +226,7 @@ class SequenceCommands:
             problem = f"must be 0 to {int(s.length[slot])}, the tokens of the sequence, not {message.length}"
             raise InvalidRequest("length", problem)
         self._cache.residency.truncate(slot, message.length)
+        s.pinned[slot] = False
         s.touch(slot)
         return self._info(slot, message.rid)
 
@@ -273,6 +275,7 @@ class SequenceCommands:
             idle_us=self._clock.now_us - int(s.accessed_us[slot]),
             accesses=int(s.accesses[slot]),
             idle_ttl_ms=int(s.idle_ttl_us[slot]) // 1000,
+            pinned=bool(s.pinned[slot]),
         )
 
     # --------------------------------------------------------------------------------------------------------- remove

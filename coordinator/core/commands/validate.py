@@ -28,6 +28,7 @@ from ..requests import prompt_logprobs
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
+PINS_MAX = 4  # as Anthropic's API has breakpoints
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
@@ -86,6 +87,8 @@ def submit(
         if message.sequence_id and getattr(message, field):
             problem = "cannot be combined with sequence_id: a request on a sequence continues and keeps that one"
             raise InvalidRequest(field, problem)
+    if message.pins:
+        _check_pins(message)
     if message.ahead:
         _check_ahead(message, cache)
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
@@ -94,6 +97,17 @@ def submit(
     if message.sampling.prompt_logprobs is not None:
         _check_scores(prompt.size, message.sampling.prompt_logprobs)
     fits(prompt, message.max_tokens, tenant, cache)
+
+
+def _check_pins(message: Submit) -> None:
+    if len(message.pins) > PINS_MAX:
+        raise InvalidRequest("pins", f"must be at most {PINS_MAX}, not {len(message.pins)}")
+    if message.sequence_id:
+        raise InvalidRequest("pins", "cannot be combined with sequence_id: set a time to live of that sequence")
+    for tokens, idle_ms in message.pins:
+        if tokens < 1 or not 1 <= idle_ms <= IDLE_TTL_MS_MAX:
+            problem = f"must be at least 1 token for 1 to {IDLE_TTL_MS_MAX} ms, not {tokens} for {idle_ms} ms"
+            raise InvalidRequest("pins", problem)
 
 
 def _check_ahead(message: Submit, cache: KVCacheManager) -> None:

@@ -215,12 +215,14 @@ class Explainer:
             )
         else:
             sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
+        if info.pinned:
+            sentences.append("it is pinned for later prompts: it is evicted only where no running row frees blocks")
         if info.request_id:
             sentences.append(f"request {info.request_id} works on it")
         elif ttl_us:
             sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if it stays unused")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
-        return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident")
+        return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident", "pinned")
 
     def _tenant(self, name: str) -> Explained:
         tenants, cache = self._cache.tenants, self._cache

@@ -85,7 +85,7 @@ def _digest(command: Submit) -> bytes:
     equal structs can have different encodings.
     """
     # The tenant is part of the key. A sequence to continue or to keep changes nothing of the answer's meaning.
-    apart = ("rid", "prompt", "sampling", "tenant", "continues", "keep_ms", "ahead")
+    apart = ("rid", "prompt", "sampling", "tenant", "continues", "keep_ms", "pins", "ahead")
     fields = [getattr(command, name) for name in command.__struct_fields__ if name not in apart]
     fields += msgspec.structs.astuple(command.sampling)
     digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)

@@ -74,6 +74,8 @@ class Request:
         continues: The sequence that its prompt may begin with; 0 for none.
         keep_us: How long its sequence is kept after its end; 0 for not at all.
         kept_id: The sequence that was kept at its end.
+        pins: Leading parts of its prompt to pin, as in `Submit`.
+        pinned: How many tokens of each are pinned; empty before its first token.
         ahead: It computes its prompt for later requests, and gives way to all others.
         prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
@@ -99,6 +101,8 @@ class Request:
     continues: int = field(init=False)
     keep_us: int = field(init=False)
     kept_id: int = 0
+    pins: tuple[tuple[int, int], ...] = field(init=False)
+    pinned: tuple[int, ...] = ()
     ahead: bool = field(init=False)
     siblings: list[Request] = field(default_factory=list)
     key: IdempotencyKey | None = None
@@ -139,7 +143,7 @@ class Request:
         self.max_tokens, self.sampling = message.max_tokens, message.sampling
         self.stream, self.detached, self.priority = message.stream, message.detached, message.priority
         self.sequence_id = message.sequence_id
-        self.ahead = message.ahead
+        self.pins, self.ahead = message.pins, message.ahead
         self.continues, self.keep_us = message.continues, message.keep_ms * 1000
         self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
         self.phases = Phases(self.submitted_us)

@@ -255,6 +255,7 @@ class Admission:
         self.waits.wake(FRONT)
         if request.sequence_id:
             slot = s.find(request.sequence_id)
+            s.pinned[slot] = False  # it grows, and only its beginning was weighed against the share
             cache.residency.rewind(slot)
         else:
             cache.kept.free_slots(1, but=request.continues if placement.donor != NO_DONOR else 0)

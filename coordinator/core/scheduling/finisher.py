@@ -114,6 +114,7 @@ def ended(request: Request, cut: int, now_us: int) -> Ended:
         error=ErrorInfo.of(request.error) if request.error is not None else None,
         cut_tokens=cut,
         sequence_id=request.kept_id,
+        pinned=request.pinned,
     )
 
 

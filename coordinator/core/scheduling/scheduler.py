@@ -398,11 +398,13 @@ class Scheduler:
         If the whole group is stalled, the youngest row ends.
 
         Returns:
-            Whether any row ended.
+            Whether any row ended, or pins gave up their blocks.
         """
         still = [request for request in self._stopped(group) if request.wait is not None]
         lost = [request for request in still if not self._can_go_on(group, request)]
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
+            if self._cache.prefix_pins.release(group):
+                return True
             lost = [max(still, key=lambda request: request.admitted_order)]
         for request in lost:
             self._finisher.end(request, "fail", "failed", self._hopeless(group, request))

@@ -16,6 +16,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
 from ..deadlines import TRIAL
 from ..requests.prompt_logprobs import ScoredTokens
+from ..requests.request import Request
 from ..requests.streams import StreamRows, Streams
 from ..requests.table import RequestTable
 from ..requests.top_logprobs import TopLogprobs
@@ -131,8 +132,17 @@ class StepResults:
             request.first_token_us = self._clock.now_us
             self._meters.observe(request.tenant, FIRST_TOKEN, self._clock.now_us - request.submitted_us)
             self._meters.count(request.tenant, PREFILLED, request.prompt_tokens)
+            if request.pins:
+                self._pin(request, slot)
             if request.siblings:
                 self._admission.prompt_is_known(request)
+
+    def _pin(self, request: Request, slot: int) -> None:
+        """Pin the leading parts of a prompt that has been computed: the longest first, which shorter ones may share."""
+        pins = self._cache.prefix_pins
+        order = sorted(range(len(request.pins)), key=lambda at: -request.pins[at][0])
+        pinned = {at: pins.pin(slot, request.pins[at][0], 1000 * request.pins[at][1]) for at in order}
+        request.pinned = tuple(pinned[at] for at in range(len(request.pins)))
 
     def _finish(self, group: Group, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
         """End requests that got a stop token or their last token."""
