@@ -32,8 +32,7 @@ class Eviction:
         read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible,
         and those that an ended request left. The former are recomputed when the request is scheduled. Without this
         exception, waiting requests could hold blocks that the running request needs, and deadlock. Pinned sequences
-        are chosen last, and only where no other row runs whose end could give the blocks: in the group, or for a tenant
-        at its ceiling among its own rows.
+        are chosen last, and only if no other row runs: in the group, or of a tenant that is at its ceiling.
 
         Args:
             group: The group that must provide the blocks.

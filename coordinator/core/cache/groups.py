@@ -123,7 +123,7 @@ class Group:
         suspect: A request that runs alone because workers died while running it; 0 for none.
         begins_bytes: Bytes in the next step for rows that begin with it.
         stopped: Requests that got no block for their next token when the last step was planned.
-        idle_tails: Slots whose requests have ended, and left a last token without KV. See `Scheduler._idle_tails`.
+        idle_tails: Slots of ended requests that left a last token without KV. See `Scheduler._idle_tails`.
         away: The worker was connected to an earlier coordinator process and has not reconnected.
         result_us: Arrival time of the last result.
         costs: The cost model of its steps.

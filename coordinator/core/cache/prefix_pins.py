@@ -5,8 +5,8 @@ journalled, explained and removed as any sequence. Two rules make it a pin: `Kep
 `Eviction` takes its blocks only where no row would give any.
 
 A tenant's pins hold at most `pinned_percent_max` of its ceiling, or of the pool if it has none, and all tenants' pins
-that much of the pool. A pin that does not fit is shortened to the blocks that do. So many that the rest of the
-pool cannot run any more are never pinned, and a pin that cannot be made is no error: the request runs without it.
+that much of the pool. A pin that does not fit is shortened to the blocks that do, or refused: the request then runs
+without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PrefixPins:
         The new pin replaces shorter ones of the same beginning that would not outlive it.
 
         Args:
-            slot: The slot of the request, whose prompt has been computed.
+            slot: The slot of the request. Its prompt has been computed.
             tokens: How many leading tokens to pin, rounded down to full blocks.
             ttl_us: For how long after the last use.
 
@@ -109,7 +109,7 @@ class PrefixPins:
         return ends
 
     def _fitting(self, slot: int, group: Group, full: int) -> int:
-        """Return how many of the first `full` blocks may be pinned. Those that a pin holds already count once."""
+        """Return how many of the first `full` blocks may be pinned. Blocks of other pins count once."""
         s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slot])
         pins = s.pinned & (s.pool == group.number)
         ceiling = min(int(self._tenants.ceiling[tenant]), pool.count)
