@@ -127,7 +127,7 @@ def compute_items(
     if not hopper_problem(heads, latent, width - latent, cache.dtype, target):
         from .latent_hopper import launch
 
-        launch(query, cache, tables, plan, output, workspace, scale, programs, target.chained)
+        launch(query, cache, scales, tables, plan, output, workspace, scale, programs, target.chained)
         return
     latent_decode_kernel[(programs,)](
         query,

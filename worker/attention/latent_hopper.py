@@ -1,8 +1,11 @@
-"""Decode attention over latents for NVIDIA's Hopper, in Gluon (Triton's lower level), for 16 heads and 16-bit latents.
+"""Decode attention over latents for NVIDIA's Hopper, in Gluon (Triton's lower level), for 16 heads.
 
 It computes what `latent_decode_kernel` does, from the same plans. Triton's own pipeline begins to load a tile after the
 products with the tile before have ended. Here the load of a tile begins before them, into the other of two buffers, and
 goes on into the program's next item: the memory is never idle.
+
+Quantised latents come as they are stored, in pieces of 64 numbers of 64 tokens. They are widened to 16 bits, exactly,
+in a buffer of their own before the products; scales multiply the scores, and the weights of values.
 """
 
 # No `from __future__ import annotations`, as in `prefill_hopper_work`.
@@ -29,21 +32,96 @@ ROW, BEGIN, END, PART_TOKENS, SLOT = (
 
 
 @gluon.jit
-def _offsets(table, first, end, BLOCK_SIZE: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr):
-    """Return where the tokens from `first` on lie in the cache: [64] int64; after `end` the last one."""
+def _slots(table, first, end, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr):
+    """Return the slots of the tokens from `first` on: [64] int64; after `end` the last one."""
     position = gl.minimum(first + gl.arange(0, 64, ROWS), end - 1).to(gl.uint32)
     block = gl.load(table + position // BLOCK_SIZE).to(gl.uint32)
-    return (block * BLOCK_SIZE + position % BLOCK_SIZE).to(gl.int64) * WIDTH
+    return (block * BLOCK_SIZE + position % BLOCK_SIZE).to(gl.int64)
 
 
 @gluon.jit
-def _copy(cache, offsets, c, k, LATENT_TILE: gl.constexpr, ROPE_TILE: gl.constexpr, TILE: gl.constexpr):
-    """Begin to copy the tokens at `offsets` to c [64, LATENT_TILE] and k [64, ROPE_TILE]."""
-    d = gl.arange(0, LATENT_TILE, gl.SliceLayout(0, TILE))
+def _copy(
+    cache,
+    slots,
+    c,
+    k,
+    buffer,
+    LATENT_TILE: gl.constexpr,
+    ROPE_TILE: gl.constexpr,
+    TILE: gl.constexpr,
+    QUANTISED: gl.constexpr,
+):
+    """Begin to copy the tokens of `slots`.
+
+    c: [2, 64, LATENT_TILE], k: [2, 64, ROPE_TILE]. QUANTISED: c is [2 x pieces, 64, 64], of latents, then rotary keys.
+    """
+    rows = (cache + slots * (LATENT_TILE + ROPE_TILE))[:, None]
     e = gl.arange(0, ROPE_TILE, gl.SliceLayout(0, TILE))
-    rows = (cache + offsets)[:, None]
-    async_copy.async_copy_global_to_shared(c, rows + d[None, :])
-    async_copy.async_copy_global_to_shared(k, rows + (LATENT_TILE + e)[None, :])
+    if QUANTISED:
+        PIECES: gl.constexpr = (LATENT_TILE + ROPE_TILE) // 64
+        for piece in gl.static_range(PIECES):
+            async_copy.async_copy_global_to_shared(c.index(buffer * PIECES + piece), rows + (64 * piece + e)[None, :])
+    else:
+        d = gl.arange(0, LATENT_TILE, gl.SliceLayout(0, TILE))
+        async_copy.async_copy_global_to_shared(c.index(buffer), rows + d[None, :])
+        async_copy.async_copy_global_to_shared(k.index(buffer), rows + (LATENT_TILE + e)[None, :])
+
+
+# Four codes of a register to two registers of bfloat16. The bits of a float of 8 bits are moved to their place, and the
+# number is multiplied by the difference of the exponents' biases, 2 ** 120. An integer is 128 + its lower seven bits,
+# less 128 or, with its sign, 256, all exact.
+_E4M3 = gl.constexpr("""{
+.reg .b32 a, b, c, d, f;
+mov.b32 f, 0x7b807b80;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 c, a, 0x80008000, c, 0xea;
+lop3.b32 d, b, 0x80008000, d, 0xea;
+mul.bf16x2 $0, c, f;
+mul.bf16x2 $1, d, f;
+}""")
+_INT8 = gl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+lop3.b32 c, a, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 d, b, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 a, a, 0x00800080, 0x43004300, 0xea;
+lop3.b32 b, b, 0x00800080, 0x43004300, 0xea;
+sub.bf16x2 $0, c, a;
+sub.bf16x2 $1, d, b;
+}""")
+
+
+@gluon.jit
+def _widened(codes, dtype: gl.constexpr):
+    """Return codes of int8 or fp8 as numbers of `dtype`, exactly."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            _INT8 if codes.dtype == gl.int8 else _E4M3,
+            "=&r,=&r,r",
+            [codes.to(gl.int8, bitcast=True)],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return codes.to(dtype)
+
+
+@gluon.jit
+def _widen(codes, buffer, c, k, LATENT_TILE: gl.constexpr, ROPE_TILE: gl.constexpr, TILE: gl.constexpr):
+    """Widen the codes of a buffer (see `_copy`) to c [64, LATENT_TILE] and k [64, ROPE_TILE]."""
+    LATENTS: gl.constexpr = LATENT_TILE // 64
+    PIECES: gl.constexpr = LATENTS + ROPE_TILE // 64
+    for piece in gl.static_range(LATENTS):
+        numbers = _widened(codes.index(buffer * PIECES + piece).load(TILE), c.dtype)
+        c.slice(64 * piece, 64, dim=1).store(numbers)
+    k.store(_widened(codes.index(buffer * PIECES + LATENTS).load(TILE), k.dtype))
 
 
 @gluon.jit
@@ -63,6 +141,7 @@ def _fold(greatest, total, sums, new_greatest, new_total, new_sums, SUMS: gl.con
 def latent_hopper_kernel(
     query,
     cache,
+    scales,
     tables,
     plan,
     output,
@@ -75,19 +154,35 @@ def latent_hopper_kernel(
     LATENT_TILE: gl.constexpr,
     ROPE_TILE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    QUANTISED: gl.constexpr,
     CHAINED: gl.constexpr,
 ):
-    """Compute parts or groups of rows. Grid: [any number]. num_warps: 4. Arguments: see `latent_decode_kernel`."""
+    """Compute parts or groups of rows. Grid: [any number]. num_warps: 4, or 8 if QUANTISED.
+
+    Arguments: see `latent_decode_kernel`.
+    """
     WIDTH: gl.constexpr = LATENT_TILE + ROPE_TILE
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    # Two groups of four warps for quantised latents, with half of the heads each: both widen.
+    GROUPS: gl.constexpr = 2 if QUANTISED else 1
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4 * GROUPS, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, 16 // GROUPS, 16])
     OF_HEADS: gl.constexpr = gl.SliceLayout(0, SUMS)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(1, SUMS)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
-    dtype: gl.constexpr = cache.dtype.element_ty
-    c = gl.allocate_shared_memory(dtype, [2, 64, LATENT_TILE], WIDE)
-    k = gl.allocate_shared_memory(dtype, [2, 64, ROPE_TILE], WIDE)
+    dtype: gl.constexpr = output.dtype.element_ty if QUANTISED else cache.dtype.element_ty
+    BUFFERS: gl.constexpr = 1 if QUANTISED else 2
+    c = gl.allocate_shared_memory(dtype, [BUFFERS, 64, LATENT_TILE], WIDE)
+    k = gl.allocate_shared_memory(dtype, [BUFFERS, 64, ROPE_TILE], WIDE)
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4 * GROUPS, 1], [1, 0])
+    COPIED: gl.constexpr = BYTES if QUANTISED else TILE
+    COPIED_ROWS: gl.constexpr = gl.SliceLayout(1, COPIED)
+    if QUANTISED:
+        narrow: gl.constexpr = cache.dtype.element_ty
+        codes = gl.allocate_shared_memory(narrow, [2 * WIDTH // 64, 64, 64], gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
+    else:
+        codes = c
     q = gl.allocate_shared_memory(dtype, [16, LATENT_TILE], WIDE)
     q_rope = gl.allocate_shared_memory(dtype, [16, ROPE_TILE], WIDE)
     shares = gl.allocate_shared_memory(dtype, [64, 16], NARROW)
@@ -104,10 +199,13 @@ def latent_hopper_kernel(
     next_table = tables + gl.load(item + ROW).to(gl.int64) * table_stride
     next_number = number
     buffer = 0
-    offsets = gl.zeros([64], gl.int64, ROWS)
+    slots = gl.zeros([64], gl.int64, COPIED_ROWS)
+    next_factors = gl.zeros([64], gl.float32, COPIED_ROWS)
     if number < items:
-        offsets = _offsets(next_table, next_first, next_end, BLOCK_SIZE, WIDTH, ROWS)
-        _copy(cache, offsets, c.index(0), k.index(0), LATENT_TILE, ROPE_TILE, TILE)
+        slots = _slots(next_table, next_first, next_end, BLOCK_SIZE, COPIED_ROWS)
+        _copy(cache, slots, codes, k, 0, LATENT_TILE, ROPE_TILE, COPIED, QUANTISED)
+        if QUANTISED:
+            next_factors = gl.load(scales + slots)
     async_copy.commit_group()
     next_first += 64
     if next_first >= next_end:
@@ -117,7 +215,7 @@ def latent_hopper_kernel(
         next_end = gl.load(item + END)
         next_table = tables + gl.load(item + ROW).to(gl.int64) * table_stride
     if next_number < items:
-        offsets = _offsets(next_table, next_first, next_end, BLOCK_SIZE, WIDTH, ROWS)
+        slots = _slots(next_table, next_first, next_end, BLOCK_SIZE, COPIED_ROWS)
 
     for number in range(gl.program_id(0), items, programs):
         item = plan + ITEM_FIELDS * (1 + number)
@@ -149,8 +247,11 @@ def latent_hopper_kernel(
             fence_async_shared()
             thread_barrier()
             # All warps have finished with the other buffer.
+            factors = next_factors
             if next_number < items:
-                _copy(cache, offsets, c.index(1 - buffer), k.index(1 - buffer), LATENT_TILE, ROPE_TILE, TILE)
+                _copy(cache, slots, codes, k, 1 - buffer, LATENT_TILE, ROPE_TILE, COPIED, QUANTISED)
+                if QUANTISED:
+                    next_factors = gl.load(scales + slots)
             async_copy.commit_group()
             next_first += 64
             if next_first >= next_end:
@@ -160,28 +261,40 @@ def latent_hopper_kernel(
                 next_end = gl.load(item + END)
                 next_table = tables + gl.load(item + ROW).to(gl.int64) * table_stride
             if next_number < items:
-                offsets = _offsets(next_table, next_first, next_end, BLOCK_SIZE, WIDTH, ROWS)
+                slots = _slots(next_table, next_first, next_end, BLOCK_SIZE, COPIED_ROWS)
 
+            wide = buffer
+            if QUANTISED:
+                _widen(codes, buffer, c.index(0), k.index(0), LATENT_TILE, ROPE_TILE, BYTES)
+                wide = 0
+                fence_async_shared()
+                thread_barrier()
             if (first > begin) & ((first - begin) % part_tokens == 0):
                 group_greatest, group_total, group_sums = _fold(
                     group_greatest, group_total, group_sums, greatest, total, sums, SUMS
                 )
                 greatest = gl.full([16], float("-inf"), gl.float32, OF_HEADS)
             scores = gl.zeros([64, 16], gl.float32, SUMS)
-            scores = warpgroup_mma(c.index(buffer), q.permute((1, 0)), scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma(k.index(buffer), q_rope.permute((1, 0)), scores, is_async=True)
+            scores = warpgroup_mma(c.index(wide), q.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma(k.index(wide), q_rope.permute((1, 0)), scores, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            token = first + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+            token = first + gl.arange(0, 64, OF_TOKENS)
+            if QUANTISED:
+                of_token = gl.convert_layout(factors, OF_TOKENS)
+                scores = scores * of_token[:, None]
             scores = gl.where((token < end)[:, None], scores * scale, float("-inf"))
             new_greatest = gl.maximum(greatest, gl.max(scores, 0))
             shrink = gl.exp2(greatest - new_greatest)  # 0 in the first step of a part
             weights = gl.exp2(scores - new_greatest[None, :])
             greatest = new_greatest
-            shares.store(weights.to(dtype))
+            if QUANTISED:
+                shares.store((weights * of_token[:, None]).to(dtype))
+            else:
+                shares.store(weights.to(dtype))
             fence_async_shared()
             thread_barrier()
             sums = sums * shrink[None, :]
-            sums = warpgroup_mma(c.index(buffer).permute((1, 0)), shares, sums, is_async=True)
+            sums = warpgroup_mma(c.index(wide).permute((1, 0)), shares, sums, is_async=True)
             total = gl.fma(total, shrink, gl.sum(weights, 0))
             sums = warpgroup_mma_wait(0, deps=(sums,))
             buffer = 1 - buffer
@@ -224,6 +337,7 @@ class Workspace(Protocol):
 def launch(
     query: torch.Tensor,
     cache: torch.Tensor,
+    scales: torch.Tensor | None,
     tables: torch.Tensor,
     plan: torch.Tensor,
     output: torch.Tensor,
@@ -240,6 +354,7 @@ def launch(
     latent_hopper_kernel[(programs,)](
         query,
         cache,
+        cache if scales is None else scales,
         tables,
         plan,
         output,
@@ -252,7 +367,8 @@ def launch(
         LATENT_TILE=latent,
         ROPE_TILE=query.shape[2] - latent,
         BLOCK_SIZE=cache.shape[1],
+        QUANTISED=scales is not None,
         CHAINED=chained,
-        num_warps=4,
+        num_warps=4 if scales is None else 8,
         **({"launch_pdl": True} if chained else {}),
     )

@@ -10,6 +10,7 @@ import triton
 from kvforge.worker.device.target import Target
 
 from .prefill_plan import gluon_problem
+from .quantised import is_quantised
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def hopper_problem(heads: int, latent: int, rope: int, dtype: torch.dtype, targe
     """Return why `latent_hopper` cannot decode; "" if it can. dtype: dtype of the latents."""
     if not target.hopper:
         return "this device is not a Hopper GPU"
-    if heads > HOPPER_HEADS or latent not in LATENT_CLASSES or rope != ROPE_MAX or dtype.itemsize != 2:
+    is_wide = dtype.itemsize != 2 and not is_quantised(dtype)
+    if heads > HOPPER_HEADS or latent not in LATENT_CLASSES or rope != ROPE_MAX or is_wide:
         return f"the Hopper kernel takes no {heads} heads over latents of {latent} + {rope} in {dtype}"
     return gluon_problem()
 

@@ -266,7 +266,8 @@ def test_few_rows_are_divided_among_all_programs(monkeypatch: pytest.MonkeyPatch
 def test_hopper_decodes_few_heads_over_whole_tiles() -> None:
     hopper, bf16 = TARGETS["sm_90"], torch.bfloat16
     problems = [hopper_problem(16, 512, 64, bf16, hopper), hopper_problem(5, 256, 64, torch.float16, hopper)]
-    assert problems == [gluon_problem()] * 2
+    problems += [hopper_problem(16, 512, 64, dtype, hopper) for dtype in (torch.int8, torch.float8_e4m3fn)]
+    assert problems == [gluon_problem()] * 4
     assert "no 17 heads" in hopper_problem(17, 512, 64, bf16, hopper)
     assert "512 + 32" in hopper_problem(16, 512, 32, bf16, hopper)
     assert "torch.float32" in hopper_problem(16, 512, 64, torch.float32, hopper)
