@@ -9,6 +9,7 @@ import msgspec
 
 from kvforge.protocol.messages import ModelInfo
 
+from ..core.cache.groups import FormingCheckpoint
 from .field_markers import (
     F64,
     I8,
@@ -121,6 +122,7 @@ class SavedSequences(Saved):
     pinned: Flags | None = None
     states: I32Table | None = None
     state_used: I64 | None = None
+    shared_end: I64 | None = None
 
 
 class SavedCosts(Saved):
@@ -206,6 +208,7 @@ class SavedPool(Saved):
     freed_total: int
     _awaited: Annotated[list[int], SpecialContainer(deque)]
     zeroing: SavedZeroing | None
+    checkpoints: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class SavedGroup(Saved):
@@ -241,6 +244,7 @@ class SavedGroup(Saved):
     last_sampled_us: int = msgspec.field(name="told_us")
     state_blocks: int = 0
     prompt_chunk: int = 1
+    forming: list[FormingCheckpoint] = msgspec.field(default_factory=list)
     idle_tails: list[int] = msgspec.field(default_factory=list)
 
 

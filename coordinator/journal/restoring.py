@@ -286,6 +286,7 @@ class _Restoring:
             tenant: OrderedDict(zip(fields.array(ids, number).tolist(), fields.array(at, number).tolist(), strict=True))
             for tenant, (ids, at) in saved.lru.items()
         }
+        pool._checkpoint_of = {block: key for key, blocks in pool.checkpoints.items() for block in blocks}
         pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
         return pool
 

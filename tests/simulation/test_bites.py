@@ -12,13 +12,14 @@ from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import FAULTS, plant
 from tools.simulation.faults_of_death import FAULTS_OF_DEATH
+from tools.simulation.faults_of_states import FAULTS_OF_STATES
 from tools.simulation.runner import Outcome, drawn, play, run_seed
 from tools.simulation.settings import Settings, with_crashes, with_ranks
 
 EVENTS = 800
 MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
-MORTAL_SEEDS_MAX = 30
+MORTAL_SEEDS_MAX = STATES_SEEDS_MAX = 30
 MORTALS_SOUND = 6
 STOPPED_AFTER_A_START = 30  # a seed that stops a coordinator before its first turn, while a deadline is over
 SEEDS_SOUND = 4
@@ -94,6 +95,11 @@ LIKELY = {
     "group_outlives_a_rank": 14,
     "ranks_that_disagree_believed": 16,
     "steps_for_the_first_rank_alone": 22,
+    "checkpoint_one_block_off": 3,
+    "state_not_restored_after_a_rewind": 9,
+    "fork_shares_its_parents_state": 1,
+    "checkpoint_outlives_its_block": 1,
+    "part_of_a_checkpoint_evicted": 3,
 }
 # A world for situations that drawn worlds rarely reach: many rows in a pool that is too small for them, and floors.
 CROWDED = Settings(
@@ -110,6 +116,28 @@ CROWDED = Settings(
     gap_us=250,
 )
 IN_A_CROWD = {"floor_spares_nobody"}
+# A busy world of a model with recurrent states, in which requests start while checkpoints are being copied.
+STATEFUL = Settings(
+    block_size=2,
+    context_blocks=12,
+    sequences_max=10,
+    queue_max=12,
+    step_rows_max=6,
+    step_tokens_max=8,
+    steps_in_flight_max=3,
+    workers=(90,),
+    clients=3,
+    vocabulary=12,
+    kinds=True,
+    state_blocks=2,
+    prompt_chunk=2,
+    checkpoint_tokens=4,
+    step_us=2000,
+    gap_us=100,
+    turn_us=20,
+    long_share=0.0,
+)
+IN_A_BUSY_WORLD = {"checkpoint_never_acknowledged"}
 # Needs a prompt whose log-probabilities are still being read when its client attaches anew: rare beside conversations.
 WITHOUT_TALKS = {"prompt_read_from_behind"}
 
@@ -172,6 +200,34 @@ def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
     assert found is not None, f"{name} was not found in {MORTAL_SEEDS_MAX} seeds"
 
 
+def run_with_states(name: str, seed: int) -> Outcome:
+    """The world in which a planted fault of recurrent states is looked for."""
+    if name not in IN_A_BUSY_WORLD:
+        return run_seed(seed, EVENTS, check_every=4, states=1.0)
+    drawer = ActionDrawer(STATEFUL, Draws(f"stateful/{seed}"))
+    return play(seed, STATEFUL, drawer.actions(), EVENTS, check_every=4)
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_STATES)
+def test_the_simulator_finds_a_planted_fault_of_recurrent_states(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    with plant(name, FAULTS_OF_STATES):
+        for seed in (likely, *(seed for seed in range(STATES_SEEDS_MAX) if seed != likely)):
+            if run_with_states(name, seed).error:
+                break
+        else:
+            pytest.fail(f"{name} was not found in {STATES_SEEDS_MAX} seeds")
+    if seed != likely:
+        print(f'faster with LIKELY["{name}"] = {seed}')
+
+
+def test_worlds_with_states_without_faults_pass_the_same_seeds() -> None:
+    for seed in sorted({*range(SEEDS_SOUND), *(LIKELY.get(name, 0) for name in FAULTS_OF_STATES)}):
+        for name in ("", *IN_A_BUSY_WORLD):
+            outcome = run_with_states(name, seed)
+            assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
 def test_mortals_without_faults_pass_the_same_seeds() -> None:
     for seed in (*range(MORTALS_SOUND), STOPPED_AFTER_A_START):
         outcome = run_mortal(seed, "rank" if seed % 2 else "")
@@ -179,7 +235,7 @@ def test_mortals_without_faults_pass_the_same_seeds() -> None:
 
 
 def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:
-    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH)
+    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH) | set(FAULTS_OF_STATES)
     assert max(LIKELY.values()) < SEEDS_MAX
 
 

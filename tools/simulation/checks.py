@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
+from kvforge.coordinator.core.cache.blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED
 from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter
@@ -43,12 +43,13 @@ class Checker:
         assert machine.cache.blocks.state.itemsize == 1
         self._flying: dict[int, deque[tuple[int, array[int]]]] = {}
         self._payers: dict[int, set[str]] = {}
+        self._written: dict[int, dict[int, int]] = {}  # steps that last copied to a block, by epoch
         self._stateful = machine.limits.bounds.state_blocks_max > 1
         self._writers = Writers(machine) if machine.limits.cache.zero_on_tenant_change else None
 
     def goes_on(self, before: Checker) -> None:
         """Take over the steps in flight of the machine that was rebuilt."""
-        self._flying, self._payers = before._flying, before._payers
+        self._flying, self._payers, self._written = before._flying, before._payers, before._written
 
     def lengths(self) -> None:
         """Check that every sequence holds the blocks of its length, and KV for at most its tokens."""
@@ -73,6 +74,10 @@ class Checker:
         for row, used in zip(s.states.tolist(), s.state_used.tolist(), strict=True) if self._stateful else ():
             for block in row[:used]:
                 holders[block] += 1
+        for group in self._machine.cache.groups.values():
+            for forming in group.forming:
+                for block in forming.blocks:
+                    holders[block] += 1
         for block, names in blocks.external.items():
             holders[block] += len(names)
         counts = blocks.refcount.tolist()
@@ -146,6 +151,7 @@ class Checker:
             states = s.states[step.slots][:, : group.state_blocks].reshape(-1).tolist()
             touched += states
             written += states
+            self._checkpoints(group, step)
         holders = blocks.refcount[written].tolist()
         assert holders.count(1) == len(holders), f"step {step.step_id} writes a shared block"
         assert not _some(blocks.indexed[written]), f"step {step.step_id} writes an indexed block"
@@ -154,6 +160,16 @@ class Checker:
         flying.append((step.step_id, array("q", [*touched, *copies[0::3], *copies[1::3]])))
         if self._writers is not None:
             self._writers.planned(group, step)
+
+    def _checkpoints(self, group: Any, step: Step) -> None:
+        """Check that states are copied from checkpoints that an acknowledged step wrote, by the steps seen so far."""
+        kind, size = self._machine.cache.blocks.kind, self._machine.cache.sequences.block_size
+        written = self._written.setdefault(group.epoch, {})
+        for source, target, tokens in step.copies.reshape(-1, 3).tolist():
+            assert kind[source] == kind[target] == KV or tokens == size, "a part of a state is copied"
+            if kind[source] == CHECKPOINT and source in written:
+                assert written[source] <= group.pool.done_step, f"step {step.step_id} hits a checkpoint in the making"
+            written[target] = step.step_id
 
     def turned(self, now_us: int) -> None:
         """Check after a turn that no expired sequence is left, and that no block waits for a step that was not sent."""

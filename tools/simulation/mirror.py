@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.blocks import KV
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.kv_events.format import salt_name
@@ -161,7 +162,8 @@ def _store(held: dict[int, Known], event: BlockStored | NamedStored) -> None:
 def hittable(machine: Machine, group: Group, plain_salt: int) -> dict[int, Known]:
     """Return every entry of a pool that a prompt can hit, found from the roots without the core's child index."""
     blocks, store, pool = machine.cache.blocks, machine.cache.store, group.pool
-    ids = pool.base + blocks.indexed[pool.base : pool.base + pool.count].nonzero()[0]
+    region = slice(pool.base, pool.base + pool.count)
+    ids = pool.base + (blocks.indexed[region] & (blocks.kind[region] == KV)).nonzero()[0]
     keys = (ids | blocks.generation[ids].astype(np.int64) << 32).tolist()
     contents = store.tokens[ids]
     of_prompts: list[bool] = np.all(contents < GENERATED, axis=1).tolist()

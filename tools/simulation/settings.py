@@ -40,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ranks: processes of each worker; empty for one each.
         state_blocks: blocks of the recurrent state of a sequence; 0 for a model without one.
         prompt_chunk: tokens of the chunks in which such a model computes prompts.
+        checkpoint_tokens: distance of the checkpoints of such states.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
@@ -85,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     state_blocks: int = 0
     prompt_chunk: int = 1
+    checkpoint_tokens: int = 2048
     stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
@@ -134,6 +136,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             bulk_max=4,
             list_max=8,
             partial_tokens_min=self.partial_tokens_min,
+            checkpoint_tokens=self.checkpoint_tokens,
             policy=self.policy,
             samples_max=SAMPLES_MAX,
             ageing_us=self.ageing_us,
@@ -240,6 +243,7 @@ def with_states(settings: Settings, random: Random, share: float = STATES_SHARE)
         kinds=True,
         state_blocks=blocks,
         prompt_chunk=chunk,
+        checkpoint_tokens=random.choice((3, 8, 16, 2048)),
         step_tokens_max=max(settings.step_tokens_max, chunk),
         workers=tuple(count + held for count in settings.workers),
         quotas=ceilings,

@@ -12,7 +12,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from ..clock import Clock
 from ..waits import Waits, blocks_of
-from .blocks import CACHED, FREE, KV, QUARANTINED, REFERENCED, BlockIds, Blocks
+from .blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED, BlockIds, Blocks
 from .hashing import Hashes
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
@@ -27,6 +27,7 @@ class BlockPool:
         index: The prefix index of the pool.
         zeroing: Blocks to zero before reuse; None if blocks are not zeroed when the tenant changes.
         stateful: The model keeps a recurrent state: blocks are of several kinds.
+        checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class BlockPool:
         self.allocated_total = 0
         self.freed_total = 0
         self._awaited: deque[int] = deque()
+        self.checkpoints: dict[int, tuple[int, ...]] = {}
+        self._checkpoint_of: dict[int, int] = {}
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
         blocks.state[ids] = FREE
@@ -123,8 +126,10 @@ class BlockPool:
         if self._tenants.has_quotas:
             self.make_room_within_ceiling(tenant, count)
             kept = self._tenants.kept_for_others(tenant, self.usage)
-        for _ in range(count + kept - self.free):
+        while self.free < count + kept:
             self._evict_one(self._lru_tenant(tenant))
+            if self.stateful:  # a checkpoint goes as a whole, which may reach into its tenant's floor
+                kept = self._tenants.kept_for_others(tenant, self.usage)
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
         blocks = self.blocks
@@ -145,7 +150,7 @@ class BlockPool:
     def make_room_within_ceiling(self, tenant: int, count: int) -> None:
         """Evict cached blocks of a tenant until `count` more blocks fit under its ceiling. It has enough to evict."""
         if self._tenants.has_quotas:
-            for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
+            while self.usage[tenant] + count > self._tenants.ceiling[tenant]:
                 self._evict_one(tenant)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
@@ -168,10 +173,21 @@ class BlockPool:
         return best
 
     def _evict_one(self, tenant: int) -> None:
+        if self.checkpoints:
+            self._evict_with_checkpoint(next(iter(self._lru[tenant])))
+            return
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self.index.remove(block)
         self._to_free(np.array([block], np.int64))
+
+    def _evict_with_checkpoint(self, block: int) -> None:
+        """Evict a cached block with the checkpoint that hangs on it, or the checkpoint that it is a part of."""
+        key = self._checkpoint_of.get(block)
+        if key is not None:
+            self._drop_checkpoint(key)
+        else:
+            self.unindex(block)
 
     def _charge(self, tenant: int, count: int) -> None:
         usage, now_us = self.usage.item(tenant), self._clock.now_us
@@ -294,6 +310,8 @@ class BlockPool:
             self.cached += kept.size
             last = kept[::-1]
             for block, owner in zip(last.tolist(), self.blocks.owner[last].tolist(), strict=True):
+                if self.checkpoints:
+                    self._refresh_checkpoint(self.index.key(block))
                 self._stamp += 1
                 self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
@@ -338,7 +356,7 @@ class BlockPool:
                 return index.key(old)
             self.unindex(old)
         if self.blocks.indexed[block]:
-            index.remove(block)
+            self._remove_entry(block)
         return index.add(block, parent, value, tokens)
 
     def index_each(
@@ -377,17 +395,57 @@ class BlockPool:
 
     def unindex(self, block: int) -> None:
         """Remove a block from the prefix index. A block without holders becomes free."""
+        self._remove_entry(block)
+        self._free_cached(np.array([block], np.int64))
+
+    def _remove_entry(self, block: int) -> None:
+        """Remove a block from the prefix index, with the checkpoint that hangs on its entry."""
         self.index.remove(block)
-        if self.blocks.state[block] == CACHED:
-            del self._lru[int(self.blocks.owner[block])][block]
-            self.cached -= 1
-            self._to_free(np.array([block], np.int64))
+        if self.checkpoints and (key := self.index.key(block)) in self.checkpoints:
+            self._drop_checkpoint(key)
+
+    def _free_cached(self, ids: BlockIds) -> None:
+        """Free the cached ones of blocks, [n], that are no longer in the index."""
+        ids = ids[self.blocks.state[ids] == CACHED]
+        for block, owner in zip(ids.tolist(), self.blocks.owner[ids].tolist(), strict=True):
+            del self._lru[owner][block]
+        self.cached -= ids.size
+        self._to_free(ids)
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def add_checkpoint(self, key: int, blocks: tuple[int, ...]) -> None:
+        """Make held blocks the checkpoint that hangs on an index entry without one."""
+        assert key not in self.checkpoints and self.index.alive(key)
+        self.checkpoints[key] = blocks
+        self._checkpoint_of.update(dict.fromkeys(blocks, key))
+        self.blocks.indexed[np.array(blocks, np.int64)] = True
+
+    def _drop_checkpoint(self, key: int) -> None:
+        """Remove a checkpoint. Its blocks become free when they have no holders."""
+        blocks = self.checkpoints.pop(key)
+        for block in blocks:
+            del self._checkpoint_of[block]
+        ids = np.array(blocks, np.int64)
+        self.blocks.indexed[ids] = False
+        self._free_cached(ids)
+
+    def _refresh_checkpoint(self, key: int) -> None:
+        """Make a checkpoint the most recently used item if it is cached: just before the KV block that it hangs on."""
+        for block in self.checkpoints.get(key, ()):
+            if self.blocks.state[block] == CACHED:
+                self._stamp += 1
+                entries = self._lru[int(self.blocks.owner[block])]
+                entries.move_to_end(block)
+                entries[block] = self._stamp
 
     # ------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
         """Check that free + cached + referenced + quarantined = total, and that lists and states agree."""
         self.index.check_invariants(self.base, self.count)
+        if self.stateful:
+            self._check_checkpoints()
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
         states, counts = blocks.state[ids], blocks.refcount[ids]
         assert (counts >= 0).all(), "a reference count is below zero"
@@ -410,6 +468,19 @@ class BlockPool:
         assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
         assert not blocks.kind[listed].any() and (self.stateful or not blocks.kind[ids].any()), "kinds of blocks"
         assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
+
+    def _check_checkpoints(self) -> None:
+        blocks = [block for each in self.checkpoints.values() for block in each]
+        assert len(set(blocks)) == len(blocks) and self._checkpoint_of.keys() == set(blocks), "blocks of checkpoints"
+        assert all(self._checkpoint_of[block] == key for key, each in self.checkpoints.items() for block in each)
+        assert all(map(self.index.alive, self.checkpoints)), "a checkpoint outlives the entry that it hangs on"
+        ids = np.array(blocks, np.int64)
+        assert (self.blocks.kind[ids] == CHECKPOINT).all() and self.blocks.indexed[ids].all(), "a checkpoint's blocks"
+        for each in self.checkpoints.values():
+            assert len(set(self.blocks.state[list(each)].tolist())) == 1, "a part of a checkpoint is held"
+        region = np.arange(self.base, self.base + self.count)
+        indexed = region[self.blocks.indexed[region] & (self.blocks.kind[region] != KV)]
+        assert set(indexed.tolist()) == set(blocks), "indexed blocks of other kinds"
 
 
 def short_of(error: CapacityExceeded) -> int:

@@ -109,7 +109,8 @@ class Eviction:
         columns = np.arange(int(s.used[slots].max(initial=0)))
         cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
         if pool.stateful:
-            cells = np.concatenate([cells, *(s.states_of(slot) for slot in slots.tolist())])
+            forming = [np.array(each.blocks, np.int64) for each in group.forming]  # held until their step is done
+            cells = np.concatenate([cells, *(s.states_of(slot) for slot in slots.tolist()), *forming])
         given = np.bincount(cells - pool.base, minlength=pool.count)
         region = slice(pool.base, pool.base + pool.count)
         held = blocks.refcount[region] > given

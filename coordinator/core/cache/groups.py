@@ -44,6 +44,31 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     message: Step
 
 
+NO_KEY = -1
+
+
+class FormingCheckpoint(msgspec.Struct):
+    """A checkpoint that is being taken. See `checkpoints`.
+
+    Attributes:
+        slot: The slot of its sequence.
+        sequence_id: The sequence.
+        tokens: The state is that behind so many tokens.
+        blocks: The blocks that it is copied to.
+        step: The step that copies it.
+        value: The chained hash of the tokens.
+        key: The entry of the KV block before the position; NO_KEY until the row's result.
+    """
+
+    slot: int
+    sequence_id: int
+    tokens: int
+    blocks: tuple[int, ...]
+    step: int
+    value: int
+    key: int = NO_KEY
+
+
 class SteadyDecodeBatch:
     """A batch of rows that decode together, which lets the scheduler plan the next step with a few additions.
 
@@ -120,6 +145,7 @@ class Group:
         state_blocks: Blocks of a sequence's recurrent state; 0: the model has none.
         prompt_chunk: Steps cut prompts at multiples of this many tokens, if the model has a state.
         copies: Block copies that the next step must carry, even without rows: target -> (source, tokens).
+        forming: Checkpoints of recurrent states that are being taken.
         suspect: A request that runs alone because workers died while running it; 0 for none.
         begins_bytes: Bytes in the next step for rows that begin with it.
         stopped: Requests that got no block for their next token when the last step was planned.
@@ -142,6 +168,7 @@ class Group:
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}
+        self.forming: list[FormingCheckpoint] = []
         self.started_slots: list[int] = []
         self.begins_bytes = 0
         self.steps_total = 0
@@ -205,6 +232,11 @@ class Group:
             source = origin
         self.copies[target] = (source, tokens)
         return source
+
+    def copy_held(self, source: int, target: int, tokens: int) -> None:
+        """Make the next step copy a block, and keep what it reads until then even if its holders leave."""
+        origin, touch = self.copy_block(source, target, tokens), self.pool.blocks.touch
+        touch[origin] = max(int(touch[origin]), self.next_step)
 
     def release(self, ids: BlockIds, last_step: int) -> int:
         """Remove one holder from each block, as `BlockPool.release` does; cancel copies into blocks without holders."""

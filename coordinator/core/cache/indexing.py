@@ -64,12 +64,19 @@ class Indexing:
         keys = group.pool.index_each(s.table[slots, first], s.parent[slots], values, contents)
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
 
-    def filled_by(self, group: Group, slot: int) -> None:
-        """Index the newly filled blocks of one sequence."""
+    def filled_by(self, group: Group, slot: int, end: int | None = None) -> None:
+        """Index the newly filled blocks of one sequence.
+
+        Args:
+            group: Its group.
+            slot: Its slot.
+            end: Index its first `end` blocks, which must be filled; None for all filled ones.
+        """
         s, pool = self._sequences, group.pool
         if not pool.index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
             self.restart(slot)
-        first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
+        first = int(s.hashed[slot])
+        full = int(s.computed[slot]) // s.block_size if end is None else end
         tokens = self.contents(s.tokens[slot, first * s.block_size : full * s.block_size])
         values = self._hasher.chain(int(s.chain[slot]), tokens)
         contents = tokens.reshape(-1, s.block_size)

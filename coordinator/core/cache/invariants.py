@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .blocks import RECURRENT
+from .blocks import CHECKPOINT, RECURRENT
 from .kv_cache_manager import KVCacheManager
 from .sequences import unmarked
 
@@ -32,6 +32,10 @@ def check_cache(cache: KVCacheManager) -> None:
         assert (blocks.refcount[states] == 1).all() and not blocks.indexed[states].any(), "a state is shared"
         holders[states] += 1
         _check_hashed(cache, slot)
+    for group in cache.groups.values():
+        for forming in group.forming:
+            holders[list(forming.blocks)] += 1
+            assert (blocks.kind[list(forming.blocks)] == CHECKPOINT).all(), "a checkpoint forms in other blocks"
     for block, names in blocks.external.items():
         holders[block] += len(names)
     wrong = np.flatnonzero(holders != blocks.refcount)

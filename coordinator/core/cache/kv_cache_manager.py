@@ -14,6 +14,7 @@ from .block_pool import BlockPool
 from .block_tables import BlockTables
 from .blocks import Blocks
 from .changes import IndexChanges
+from .checkpoints import Checkpoints
 from .continuing import Continuing
 from .eviction import Eviction
 from .groups import Group
@@ -37,6 +38,7 @@ class KVCacheManager:
     Attributes:
         groups: Groups by number. Each has a `BlockPool` and the `PrefixCache` of its blocks.
         sequences: The sequences, resident or not.
+        checkpoints: Takes checkpoints of recurrent states.
         residency: Places sequences in groups, and evicts idle ones.
         tables: Grows the block tables of resident sequences.
         pins: Blocks that clients hold.
@@ -71,7 +73,8 @@ class KVCacheManager:
         self.largest_pool = self.state_blocks = 0
         self.past_steps_total = 0  # steps of workers that are gone
         placed = (self.sequences, self.blocks, self.groups)
-        self.residency = Residency(clock, limits, *placed, self.indexing, self.eviction, self.waits)
+        self.checkpoints = Checkpoints(limits, self.sequences, self.blocks, self.indexing, self.hasher)
+        self.residency = Residency(clock, limits, *placed, self.indexing, self.eviction, self.waits, self.checkpoints)
         self.tables = BlockTables(*placed, self.tenants, self.residency)
         self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants)
         self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)

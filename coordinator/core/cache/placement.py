@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .blocks import BlockIds
+from .blocks import NO_BLOCKS, BlockIds
 from .groups import Group
 
 NO_DONOR = -1
@@ -18,7 +18,9 @@ class Placement:
         partial: The block to copy leading tokens from, and how many; 0 for no copy.
         needed: Blocks to allocate, those of a recurrent state included.
         donor: The slot of the kept sequence that the shared blocks belong to, which must stay; NO_DONOR for none.
-        otherwise: The plan for when there is no room beside the donor.
+        otherwise: The plan for when there is no room beside the donor, or beside the checkpoint.
+        checkpoint: Blocks of the checkpoint to copy the recurrent state from, [n] int64.
+        shared_end: Where a checkpoint is wanted, because the KV of more tokens is there; 0: nowhere.
     """
 
     def __init__(
@@ -32,10 +34,13 @@ class Placement:
     ) -> None:
         self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
         self.donor, self.otherwise = donor, otherwise
+        self.checkpoint, self.shared_end = NO_BLOCKS, 0
 
     @property
     def keep(self) -> BlockIds:
         """The cached blocks that must survive the allocation of the rest."""
+        if self.checkpoint.size:
+            return np.concatenate((self.hits, self.checkpoint))
         return np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
 
     def cached_tokens(self, block_size: int) -> int:

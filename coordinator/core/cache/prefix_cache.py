@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..waits import Waits, prefix_of
-from .blocks import FREE, NO_BLOCKS, BlockIds, Blocks
+from .blocks import FREE, KV, NO_BLOCKS, BlockIds, Blocks
 from .changes import IndexChanges
 from .hashing import BlockHasher, Hashes
 
@@ -294,7 +294,9 @@ class PrefixCache:
         blocks, store = self._blocks, self._store
         ids = np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash))
         region = np.arange(base, base + count)
-        assert set(ids.tolist()) == set(region[blocks.indexed[region]].tolist()), "indexed blocks"
+        assert set(ids.tolist()) == set(region[blocks.indexed[region] & (blocks.kind[region] == KV)].tolist()), (
+            "indexed"
+        )
         assert store.hash[ids].tolist() == list(self._by_hash), "a hash names another block"
         assert (blocks.state[ids] != FREE).all(), "a free block is indexed"
         listed = [

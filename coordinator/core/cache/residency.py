@@ -16,6 +16,7 @@ from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
 from .blocks import NO_BLOCKS, RECURRENT, BlockIds, Blocks
+from .checkpoints import Checkpoints
 from .eviction import Eviction
 from .groups import Group
 from .hashing import Hashes
@@ -44,9 +45,11 @@ class Residency:
         indexing: Indexing,
         eviction: Eviction,
         waits: Waits,
+        checkpoints: Checkpoints,
     ) -> None:
         self._clock, self._limits, self._sequences, self._blocks = clock, limits, sequences, blocks
         self._groups, self._indexing, self._eviction, self._waits = groups, indexing, eviction, waits
+        self._checkpoints = checkpoints
         self.evicted_total = 0
 
     def plan_placement(
@@ -62,7 +65,7 @@ class Residency:
             shared_max: How many leading tokens may come from cached blocks; None: all but the last.
         """
         if group.state_blocks:
-            return Placement(group, NO_BLOCKS, (-1, 0), self._sequences.blocks_for(tokens.size) + group.state_blocks)
+            return self._plan_with_state(group, salt, tokens, hashes, shared_max)
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)[: most // size]
@@ -74,6 +77,27 @@ class Residency:
             if common >= partial_tokens_min:
                 partial = (block, common)
         return Placement(group, hits, partial, self._sequences.blocks_for(tokens.size) - hits.size)
+
+    def _plan_with_state(
+        self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None
+    ) -> Placement:
+        """Plan a placement with as many cached blocks as a checkpoint of the recurrent state is behind."""
+        size, pool = self._blocks.block_size, group.pool
+        needed = self._sequences.blocks_for(tokens.size) + group.state_blocks
+        most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        matched = group.index.match(salt, tokens, hashes)[: most // size]
+        keys = group.index.keys(matched).tolist() if pool.checkpoints else []
+        count = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in pool.checkpoints), 0)
+        shared_end = self._checkpoints.positions(group).last(tokens, matched.size * size) if matched.size else 0
+        shared_end = shared_end if shared_end > count * size else 0
+        without = Placement(group, NO_BLOCKS, (-1, 0), needed)
+        without.shared_end = shared_end
+        if not count:
+            return without
+        blocks = np.array(pool.checkpoints[keys[count - 1]], np.int64)
+        found = Placement(group, matched[:count], (-1, 0), needed - count, NO_DONOR, without)
+        found.checkpoint, found.shared_end = blocks, shared_end
+        return found
 
     def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
         """Plan a placement for a sequence that shares the first `tokens` tokens of `slot`, which all have KV there."""
@@ -123,7 +147,7 @@ class Residency:
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
         if group.state_blocks:
-            fresh = self._give_state(group, slot, fresh)
+            fresh = self._give_state(group, slot, fresh, placement)
         if common:
             group.copy_block(block, int(fresh[0]), common)
             pool.release(np.array([block], np.int64), group.next_step)
@@ -139,13 +163,24 @@ class Residency:
             pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
 
-    def _give_state(self, group: Group, slot: int, fresh: BlockIds) -> BlockIds:
-        """Use the last of the fresh blocks for the sequence's recurrent state. Return the others."""
+    def _give_state(self, group: Group, slot: int, fresh: BlockIds, placement: Placement) -> BlockIds:
+        """Use the last of the fresh blocks for the sequence's recurrent state, and copy the checkpoint there.
+
+        Returns:
+            The other blocks.
+        """
         s, kv = self._sequences, fresh.size - group.state_blocks
         s.states[slot, : group.state_blocks] = fresh[kv:]
         s.state_used[slot] = group.state_blocks
         self._blocks.kind[fresh[kv:]] = RECURRENT
         s.changed_states.append(slot)
+        s.shared_end[slot] = placement.shared_end
+        if placement.checkpoint.size:
+            for source, target in zip(placement.checkpoint.tolist(), fresh[kv:].tolist(), strict=True):
+                group.copy_held(source, target, self._blocks.block_size)
+            group.pool.release(placement.checkpoint, group.next_step)
+            s.last_step[slot] = group.next_step
+            group.pool.await_step(group.next_step)
         return fresh[:kv]
 
     def release_kv(self, slot: int) -> int:
@@ -158,6 +193,7 @@ class Residency:
             self._indexing.filled_by(group, slot)
         dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
         if s.state_used[slot]:
+            self._checkpoints.leave(group, slot)
             dead += group.release(s.states_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
             self._waits.wake(eviction_of(int(s.id[slot])))
@@ -181,7 +217,7 @@ class Residency:
         s.pool[slots] = NO_POOL
         if np.count_nonzero(s.state_used[slots]):
             s.changed_states.extend(slots[s.state_used[slots] > 0].tolist())
-            s.state_used[slots] = 0
+            s.state_used[slots] = s.shared_end[slots] = 0
         s.changed_rows.append(slots)
 
     def remove(self, slot: int) -> int:

@@ -76,6 +76,7 @@ class Sequences:
 
     Attributes:
         leased: The owner's connection is gone, and the time to live is that of its lease.
+        shared_end: Where a checkpoint of its state is wanted because others share the tokens before; 0: nowhere.
         kept: An ended request left the sequence to the next turn; it is dropped where its place is needed.
         pinned: The sequence is a prompt's beginning that a request pinned; see `PrefixPins`.
     """
@@ -113,6 +114,7 @@ class Sequences:
         self.kept = np.zeros(n, np.bool_)
         self.pinned = np.zeros(n, np.bool_)
         self.state_used = np.zeros(n, np.int64)
+        self.shared_end = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.states = np.zeros((n, limits.bounds.state_blocks_max), np.int32)

@@ -334,7 +334,9 @@ class Scheduler:
         """Return how many tokens a row can compute within `room`, all of one kind."""
         s = self._cache.sequences
         start = int(s.scheduled[slot])
-        return chunk_end(s.tokens[slot, : s.length[slot]], start, room, group.prompt_chunk) - start
+        end = chunk_end(s.tokens[slot, : s.length[slot]], start, room, group.prompt_chunk)
+        wanted = self._cache.checkpoints.following(group, slot, int(self._rows.base[slot]), start)
+        return min(end, wanted) - start
 
     def _make_way(self, group: Group, slot: int, count: int) -> bool:
         """Reserve room for one row, preempting others of its group as needed."""
@@ -346,7 +348,9 @@ class Scheduler:
             try:
                 self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
-                if group.pool.quarantined:  # blocks come back with the next result: wait instead of preempting
+                if (
+                    group.pool.quarantined or group.forming
+                ):  # blocks come back with the next result: wait instead of preempting
                     return False
                 (mine,) = (s.running & (s.pool == group.number)).nonzero()
                 helps = s.tenant[mine] == s.tenant[slot]
@@ -476,11 +480,24 @@ class Scheduler:
         group.sent.append(SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step))
         group.steps_total += 1
         self._requests.computed_tokens_total += tokens.size
+        if group.state_blocks:
+            self._take_checkpoints(group, slots, starts)
         if 0 < slots.size == group.running and only and sampled.size == slots.size:
-            group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
+            group.steady = self._steady(group, slots, runs, starts + 1, target + 1, tenant)
         return step
 
-    def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> SteadyDecodeBatch:
+    def _take_checkpoints(self, group: Group, slots: Slots, starts: Slots) -> None:
+        """Take checkpoints of the rows that a step brings to a position where one is wanted."""
+        s, checkpoints = self._cache.sequences, self._cache.checkpoints
+        for row in np.flatnonzero(s.scheduled[slots] % s.block_size == 0).tolist():
+            slot, start = int(slots[row]), int(starts[row])
+            wanted = checkpoints.following(group, slot, int(self._rows.base[slot]), start)
+            if s.running[slot] and s.scheduled[slot] == wanted:
+                checkpoints.take(group, slot)
+
+    def _steady(
+        self, group: Group, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int
+    ) -> SteadyDecodeBatch:
         """Build the steady decode batch of a group in which all rows decode.
 
         `starts` and `target` belong to the step after this one.
@@ -488,6 +505,9 @@ class Scheduler:
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
         left = int((self._rows.limit[slots] - target).min())
+        if group.state_blocks:  # the step that reaches a checkpoint's position is planned in full
+            every = self._cache.checkpoints.positions(group).every
+            left = min(left, int((every - 1 - starts % every).min()))
         return SteadyDecodeBatch(slots, runs, starts, room, left, tenant)
 
     def _fed(self, group: Group, tokens: Tokens) -> Tokens:

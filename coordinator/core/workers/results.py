@@ -92,10 +92,14 @@ class StepResults:
         self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if group.suspect:
             self._admission.look_at_suspect(group)
+        if group.forming:
+            self._cache.checkpoints.computed(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
+        if group.forming:
+            self._cache.checkpoints.settle(group)
         if s.quarantine:
             s.step_done(group.number, sent.step_id)
         self._finish(group, rows, tokens)
