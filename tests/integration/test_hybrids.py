@@ -1,0 +1,67 @@
+"""Models with recurrent states give the tokens of transformers: cached, forked, preempted, and after deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kvforge import SamplingParams
+from tests.worker.loading.random_models import HYBRIDS, save
+from tools.cluster.cluster import Cluster
+
+from .shared import wait_empty
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
+
+
+@torch.inference_mode()
+def say(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[int, ...]:
+    """Return the tokens that transformers generates, without a cache."""
+    tokens = list(prompt)
+    for _ in range(TOKENS):
+        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize(("name", "pages"), [("granite", 4), ("qwen3_next", 2)])
+def test_states_through_hits_forks_rewinds_preemption_and_deaths(name: str, pages: int, tmp_path: Path) -> None:
+    """behaviours 15, 28, 35."""
+    model_type, fields = HYBRIDS[name]
+    folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
+    want = [say(model, prompt) for prompt in prompts]
+    at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
+    with Cluster(model=folder, blocks=at_begin + 2) as cluster:
+        kv = cluster.start("w0")
+        for number in (0, 0, 1, 2):
+            assert kv.submit(prompts[number], max_tokens=TOKENS, sampling=GREEDY).result(60).tokens == want[number]
+        source = kv.create_sequence(prompts[0])
+        assert kv.submit(sequence=source, max_tokens=7, sampling=GREEDY).result(60).tokens == want[0][:7]
+        (fork,) = kv.fork(source)
+        both = [kv.submit(sequence=one, max_tokens=TOKENS - 7, sampling=GREEDY) for one in (source, fork)]
+        assert [request.result(60).tokens for request in both] == 2 * [want[0][7:]]
+        kv.rewind(fork, len(prompts[0]) + 3)
+        again = kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY).result(60)
+        assert again.tokens == want[0][3:], "a state does not go back, and is computed again"
+        kv.remove([source, fork])
+        running = [
+            kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{prompt[-2]}") for prompt in prompts
+        ]
+        assert [request.result(60).tokens for request in running] == want
+        assert kv.stats().requests.preemptions_total > 0, "the pool holds fewer than these five at their ends"
+        for victim in ("w0", "coordinator"):
+            running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=victim) for prompt in prompts]
+            next(iter(running[0]))
+            cluster.kill(victim)
+            if victim == "w0":
+                cluster.start_worker("w0")
+            else:
+                cluster.start_coordinator()
+            assert [request.result(60).tokens for request in running] == want
+        assert wait_empty(kv).requests.failed_total == 0
