@@ -13,10 +13,13 @@ with other tiles, the fastest first.
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +37,7 @@ from kvforge.worker.kernels.stored import Codes, StoredWeight
 from kvforge.worker.kernels.stored_linear import StoredTiles
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.source import MODEL_CONFIGS
 
 from .gpu_layers import BLOCK_SIZE, NoAttention, measure_step
 from .gpu_roof import Roof, measure_roof
@@ -41,6 +45,7 @@ from .gpu_timing import measure_us
 from .report import report
 
 MXFP4_GROUP = 32
+PERIOD = 2  # layers with windows and without take turns in gpt-oss
 # Rows, tokens, warps, stages. On Hopper all have the same bits.
 SWEPT = {
     16: ((64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4)),
@@ -146,25 +151,54 @@ def step_floor_us(model: LoadedModel, fused: FusedDecoder, roof: Roof, rows: int
     return (max(size / roof.read_bytes, 2 * rows * numbers / roof.flops) + kv_bytes / roof.read_bytes) * 1e6
 
 
-def with_mxfp4_experts(fused: FusedDecoder) -> FusedDecoder:
-    """Return the decoder with random codes in place of the experts' numbers."""
+def load_with_mxfp4_experts(name: str, device: Device) -> tuple[LoadedModel, FusedDecoder]:
+    """Return a model with random codes as its experts, which never exist as numbers of 16 bits.
 
-    def coded(weight: Any) -> StoredWeight:
-        experts, n, k = weight.shape
-        parts = []
-        for _ in range(experts):
-            codes = torch.randint(16, (n, k), dtype=torch.uint8, device=weight.device)
-            parts.append(pack(codes, "e2m1"))
-        scales = torch.exp2(torch.randint(-10, -6, (experts, k // MXFP4_GROUP, n), device=weight.device).float())
-        return StoredWeight(Codes("e2m1", torch.stack(parts), scales), weight.dtype)
-
-    def changed(layer: FusedLayer) -> FusedLayer:
+    Two layers are loaded, one of each kind of attention; all layers are made of them, with codes of their own.
+    """
+    config = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
+    layers = int(config["num_hidden_layers"])
+    with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
+        few = config | {"num_hidden_layers": PERIOD, "layer_types": config["layer_types"][:PERIOD]}
+        (Path(folder) / "config.json").write_text(json.dumps(few))
+        model = load_model(folder, load_format="dummy", device=device, block_size=BLOCK_SIZE)
+    fused = model.fused
+    assert fused is not None, "this model's layers are not fused"
+    bare: list[tuple[FusedLayer, tuple[int, ...], tuple[int, ...]]] = []
+    for layer in fused.layers:
         feed = layer.feed
         assert isinstance(feed, MixtureOfExperts), "mxfp4 is a format of experts here"
-        matrices = replace(feed.matrices, up=coded(feed.matrices.up), down=coded(feed.matrices.down))
+        up, down = feed.matrices.up, feed.matrices.down
+        assert isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)
+        nothing = torch.empty(0, dtype=up.dtype, device=up.device)
+        matrices = replace(feed.matrices, up=nothing, down=nothing)
+        bare.append((replace(layer, feed=replace(feed, matrices=matrices)), tuple(up.shape), tuple(down.shape)))
+    del layer, feed, up, down
+    for parameter_name, parameter in model.module.named_parameters():
+        if "experts" in parameter_name:
+            parameter.data = parameter.data.new_empty(0)
+    model = replace(
+        model, geometry=replace(model.geometry, layers=model.geometry.layers * (layers // PERIOD)), fused=None
+    )
+    fused = replace(fused, layers=tuple(each for each, _, _ in bare))
+    device.release_cached()
+
+    def whole(layer: FusedLayer, up: tuple[int, ...], down: tuple[int, ...]) -> FusedLayer:
+        feed = layer.feed
+        assert isinstance(feed, MixtureOfExperts)
+        matrices = replace(feed.matrices, up=random_codes(up, fused.table), down=random_codes(down, fused.table))
         return replace(layer, feed=replace(feed, matrices=matrices))
 
-    return replace(fused, layers=tuple(map(changed, fused.layers)))
+    made = tuple(whole(*bare[number % PERIOD]) for number in range(layers))
+    return model, replace(fused, layers=made)
+
+
+def random_codes(shape: tuple[int, ...], like: torch.Tensor) -> StoredWeight:
+    """Return random mxfp4 experts of a shape [experts, n, k], on the device and in the dtype of `like`."""
+    experts, n, k = shape
+    parts = [pack(torch.randint(16, (n, k), dtype=torch.uint8, device=like.device), "e2m1") for _ in range(experts)]
+    scales = torch.exp2(torch.randint(-10, -6, (experts, k // MXFP4_GROUP, n), device=like.device).float())
+    return StoredWeight(Codes("e2m1", torch.stack(parts), scales), like.dtype)
 
 
 def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int) -> Iterator[tuple[str, float]]:
@@ -203,13 +237,14 @@ def main() -> None:
     arguments = parser.parse_args()
     device = open_device(arguments.device)
     roof = measure_roof(device)
-    kind = "dtype" if arguments.weights == "mxfp4" else arguments.weights
-    model = load_model(arguments.model, load_format="dummy", weight_dtype=kind, device=device, block_size=BLOCK_SIZE)
-    fused = model.fused
-    assert fused is not None, "this model's layers are not fused"
     if arguments.weights == "mxfp4":
         with torch.inference_mode():
-            fused = with_mxfp4_experts(fused)
+            model, fused = load_with_mxfp4_experts(arguments.model, device)
+    else:
+        kind, size = arguments.weights, BLOCK_SIZE
+        model = load_model(arguments.model, load_format="dummy", weight_dtype=kind, device=device, block_size=size)
+        assert model.fused is not None, "this model's layers are not fused"
+        fused = model.fused
     rows: list[list[object]] = []
     results: list[dict[str, object]] = []
 
