@@ -6,8 +6,8 @@
 
 Interactive requests come at random (Poisson) with their own prompts. The batch keeps `--lanes` requests of the lowest
 priority in flight, as `/v1/batches` does. Three sides take turns on one service: the interactive requests alone, the
-same beside the batch, and the batch alone. "ratio" divides beside by alone; "full" divides the tokens computed a second
-beside by those of the batch alone. Times are the client's.
+same beside the batch, and, before both, the batch alone. "ratio" divides beside by alone; the last column divides the
+tokens computed a second beside by those of the batch alone. Times are the client's.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from kvforge import SamplingParams
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.arguments import PRIORITY_MAX
 from kvforge.client.options import RequestOptions
+from kvforge.launch.settings import toml
 from kvforge.protocol.transport import client_endpoint
 
 from .gpu_step import tiny_model
-from .installation import Installation, toml
+from .installation import Installation
 from .report import report
 from .step_plan import Plan
 from .step_served import open_served
@@ -40,6 +41,7 @@ from .step_served import open_served
 READY_S = 600.0
 ALONE, BESIDE, BATCH = "alone", "beside", "batch alone"
 WARM_S = 2.0
+TIMES = ("first_token_ms", "gap_ms", "whole_ms")
 
 
 class Measured:
@@ -48,12 +50,14 @@ class Measured:
     Attributes:
         first_s: Times to the first token.
         gaps_s: Times between two tokens of a request.
+        whole_s: Times to the last token.
         tokens: Prompt and generated tokens of all requests, those of the batch included.
     """
 
     def __init__(self) -> None:
         self.first_s: list[float] = []
         self.gaps_s: list[float] = []
+        self.whole_s: list[float] = []
         self.tokens = 0
 
 
@@ -95,6 +99,7 @@ class Load:
         if priority == 0 and self._counts:
             self.found.first_s.append(times[1] - times[0])
             self.found.gaps_s += np.diff(times[1:]).tolist()
+            self.found.whole_s.append(times[-1] - times[0])
 
     async def lane(self) -> None:
         """Run requests of the batch one after the other."""
@@ -132,15 +137,18 @@ class Load:
 
 async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measured]:
     """Measure the sides in turns."""
-    found = {side: Measured() for side in (ALONE, BESIDE, BATCH)}
+    found = {side: Measured() for side in (BATCH, ALONE, BESIDE)}
     async with AsyncClient(endpoint, timeout_s=READY_S, connect_timeout_s=READY_S) as client:
         await client.wait_ready(READY_S)
         streams = AsyncStreams(client)
         for repeat in range(options.repeats):
             for at, (side, whole) in enumerate(found.items()):
+                if side == BATCH and repeat:
+                    continue  # only before the first other request: afterwards batches leave room for the next one
                 one = await Load(streams, options, 10 * repeat + at).run(side)
                 whole.first_s += one.first_s
                 whole.gaps_s += one.gaps_s
+                whole.whole_s += one.whole_s
                 whole.tokens += one.tokens
                 await asyncio.sleep(WARM_S / 2)  # what was cancelled leaves
         streams.close()
@@ -152,18 +160,19 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": round(float(np.percentile(values, p)) * 1e3, 3) for p in (50, 90, 99)} if values else {}
 
 
-def results_of(found: dict[str, Measured], seconds: float) -> dict[str, Any]:
+def results_of(found: dict[str, Measured], seconds: float, repeats: int) -> dict[str, Any]:
     """Return the numbers of all sides and their ratios."""
     sides: dict[str, Any] = {
         side: {
             "requests": len(one.first_s),
             "first_token_ms": percentiles(one.first_s),
             "gap_ms": percentiles(one.gaps_s),
-            "tokens_per_s": round(one.tokens / seconds, 1),
+            "whole_ms": percentiles(one.whole_s),
+            "tokens_per_s": round(one.tokens / seconds / (repeats if side != BATCH else 1), 1),
         }
         for side, one in found.items()
     }
-    for what in ("first_token_ms", "gap_ms"):
+    for what in TIMES:
         alone, beside = sides[ALONE][what], sides[BESIDE][what]
         sides[f"ratio of {what}"] = {p: round(beside[p] / alone[p], 3) for p in alone if p in beside}
     sides["full"] = round(sides[BESIDE]["tokens_per_s"] / sides[BATCH]["tokens_per_s"], 3)
@@ -234,18 +243,16 @@ def main() -> None:
     options = parser.parse_args()
     with service(options) as endpoint:
         found = asyncio.run(measure(endpoint, options))
-    results = results_of(found, options.seconds * options.repeats)
-    rows = [
-        [side, str(one["requests"]), *map(str, one["first_token_ms"].values()), *map(str, one["gap_ms"].values())]
-        if side != BATCH
-        else [side, "", "", "", "", "", "", ""]
-        for side, one in ((side, results[side]) for side in found)
-    ]
-    for row, side in zip(rows, found, strict=True):
-        row.append(str(results[side]["tokens_per_s"]))
-    first, gaps = results["ratio of first_token_ms"], results["ratio of gap_ms"]
-    rows.append(["ratio", "", *map(str, first.values()), *map(str, gaps.values()), str(results["full"])])
-    header = ["side", "requests", "first p50, ms", "p90", "p99", "gap p50, ms", "p90", "p99", "tokens/s"]
+    results = results_of(found, options.seconds, options.repeats)
+    rows = []
+    for side in found:
+        one = results[side]
+        times = [str(value) for what in TIMES for value in one[what].values()] or [""] * 9
+        rows.append([side, str(one["requests"]), *times, str(one["tokens_per_s"])])
+    ratios = [str(value) for what in TIMES for value in results[f"ratio of {what}"].values()]
+    rows.append(["ratio", "", *ratios, str(results["full"])])
+    names = [f"{what} {p}" for what in ("first", "gap", "whole") for p in ("p50", "p90", "p99")]
+    header = ["side, ms", "requests", *names, "tokens/s"]
     title = f"interactive beside a batch, {options.table or options.cpu or options.gpu}"
     report(title, header, rows, results, options.json)
 

@@ -205,6 +205,8 @@ class SavedRows(Saved):
     score_end: I64 | None = None
     scores: Flags | None = None
     scores_count: int = 0
+    batch: Flags | None = None
+    batch_count: int = 0
 
 
 class SavedAdmission(Saved):

@@ -246,6 +246,7 @@ class SavedGroup(Saved):
     prompt_chunk: int = 1
     forming: list[FormingCheckpoint] = msgspec.field(default_factory=list)
     idle_tails: list[int] = msgspec.field(default_factory=list)
+    interactive_us: int = -1
 
 
 class SavedCache(Saved):

@@ -415,7 +415,8 @@ class ActionDrawer:
         if random() < 0.3:
             more.append(("stream", False))
         if random() < 0.2:
-            more.append(("priority", self._random.choice((-2, 1, 5))))
+            priority = self._random.choice((-2, 1, 5))
+            more.append(("priority", -100 if priority == -2 and self._requests % 2 else priority))  # that of a batch
         if random() < 0.15:
             more.append(("logprobs", self._random.choice((1, 2, 4))))
         if random() < 0.06:

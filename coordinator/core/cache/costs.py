@@ -66,6 +66,10 @@ class StepCosts:
             scale, whole = 3 * expected + min(took, FACTOR_MAX * expected), 4 * expected
             self.fixed, self.token = self.fixed * scale // whole, max(1, self.token * scale // whole)
 
+    def stretched(self, percent: int) -> int:
+        """Return how many prompt tokens make a step take so many percent longer; 0 while no cost is known."""
+        return self.fixed * percent // (100 * self.token) if self.token else 0
+
     def chunk(self, gap_us: int) -> int:
         """Return how many prompt tokens to mix into a decode step so that it takes at most `gap_us`.
 

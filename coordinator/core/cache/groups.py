@@ -150,6 +150,7 @@ class Group:
         begins_bytes: Bytes in the next step for rows that begin with it.
         stopped: Requests that got no block for their next token when the last step was planned.
         idle_tails: Slots of ended requests that left a last token without KV. See `Scheduler._idle_tails`.
+        interactive_us: When the last request ended that was none of a batch; -1 for never.
         away: The worker was connected to an earlier coordinator process and has not reconnected.
         result_us: Arrival time of the last result.
         costs: The cost model of its steps.
@@ -178,6 +179,7 @@ class Group:
         self.suspect = 0
         self.stopped: list[int] = []
         self.idle_tails: list[int] = []
+        self.interactive_us = -1
         self.away = False
         self.result_us = 0
         self.costs = StepCosts()

@@ -36,7 +36,7 @@ from ..requests.table import RequestTable
 from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
-from .rows import RunningRows
+from .rows import BATCH_PRIORITY, RunningRows
 
 BLOCKED_MAX = 16  # after this many requests without room, groups that could hold one are skipped
 
@@ -324,6 +324,8 @@ class Admission:
         self.rows.leave(slot)
         s.request[slot] = 0
         if group is not None:
+            if request.priority != BATCH_PRIORITY:
+                group.interactive_us = self._clock.now_us
             group.row_left()
             self.waits.wake(rows_of(group.epoch))
             if slot in group.started_slots:
@@ -401,6 +403,7 @@ class Admission:
                 known = max(int(rows.score_first[slot]), min(int(s.computed[slot]), record.total))
                 assert record.size == known, "log-probabilities of a prompt disagree with what was computed"
         assert rows.scores_count == np.count_nonzero(rows.scores), "the count of rows that score is wrong"
+        assert rows.batch_count == np.count_nonzero(rows.batch & s.running), "the count of rows of batches is wrong"
 
     def _check_meters(self, waiting: list[Request]) -> None:
         for cell, counted in ((RUNNING_NOW, self.running_total), (WAITING, len(waiting))):

@@ -24,8 +24,10 @@ from ..cache.supply import NO_SPARE, Spare
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
+from .rows import BATCH_PRIORITY
 
 ALONE_CRASHES = 2
+LEFT_ROWS, LEFT_ROWS_MIN = 16, 4  # batches leave 1 / LEFT_ROWS of the rows, or one of at least LEFT_ROWS_MIN
 
 
 class Choice:
@@ -87,7 +89,7 @@ class Choice:
             return Wait("away", (WORKER,), group.epoch)
         if group.number in kept:
             return Wait("kept", (FRONT,), group.epoch)
-        if not self.accepts_rows(group):
+        if not self.accepts_rows(group) or self._is_left_to_others(group, request):
             return Wait("step_rows_max", (rows_of(group.epoch),), group.epoch)
         if group.running and (self.must_be_alone(request) or self.runs_alone(group)):
             return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
@@ -123,6 +125,11 @@ class Choice:
     def accepts_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""
         return group.running < self._rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
+
+    def _is_left_to_others(self, group: Group, request: Request) -> bool:
+        """Return whether the row would be one of the last, which batches leave to requests that come."""
+        left = max(1, self._rows_max // LEFT_ROWS) if self._rows_max >= LEFT_ROWS_MIN else 0
+        return request.priority == BATCH_PRIORITY and group.running >= self._rows_max - left
 
     def must_be_alone(self, request: Request) -> bool:
         """Return whether the request must run alone because workers died with it, until it is past that point."""

@@ -10,6 +10,7 @@ from ..limits import Bounds
 from ..requests.request import Request
 
 EOS_TOKENS_MAX = 16
+BATCH_PRIORITY = -100  # the lowest
 
 
 class RunningRows:
@@ -25,6 +26,8 @@ class RunningRows:
         score_end: Behind the last such position; 0 for none.
         scores: The row's request wants log-probabilities of its prompt.
         scores_count: Number of such rows, mostly 0.
+        batch: The row's request has the lowest priority, as those of batches have.
+        batch_count: Number of such rows, mostly 0.
         stops_most: The most stop tokens that any row has had, mostly few.
     """
 
@@ -41,6 +44,8 @@ class RunningRows:
         self.score_end = np.zeros(slots, np.int64)
         self.scores = np.zeros(slots, np.bool_)
         self.scores_count = 0
+        self.batch = np.zeros(slots, np.bool_)
+        self.batch_count = 0
         self.fresh = np.zeros(slots, np.bool_)
         self.fresh_count = 0
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
@@ -54,6 +59,7 @@ class RunningRows:
         self.base[slot] = request.prompt_tokens
         self.limit[slot] = request.prompt_tokens + request.max_tokens
         self.order[slot] = request.admitted_order
+        self._set_batch(slot, request.priority == BATCH_PRIORITY)
         self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
         self.token_us[slot] = request.token_us
@@ -76,6 +82,7 @@ class RunningRows:
         """End the run in the slot."""
         self.run[slot] = self.score_first[slot] = self.score_end[slot] = 0
         self._set_scores(slot, False)
+        self._set_batch(slot, False)
         self.set_fresh(slot, False)
 
     def set_reader(self, slot: int, client: int) -> None:
@@ -87,6 +94,10 @@ class RunningRows:
         """Set whether the row's next token is the first of its run."""
         self.fresh_count += fresh - int(self.fresh[slot])
         self.fresh[slot] = fresh
+
+    def _set_batch(self, slot: int, batch: bool) -> None:
+        self.batch_count += batch - int(self.batch[slot])
+        self.batch[slot] = batch
 
     def _set_scores(self, slot: int, scores: bool) -> None:
         self.scores_count += scores - int(self.scores[slot])

@@ -32,9 +32,12 @@ from . import preemption
 from .admission import Admission
 from .choice import lack
 from .finisher import RequestFinisher
+from .rows import BATCH_PRIORITY
 
 CHUNK_TOKENS_MIN = 16
 LOWER_SHARE = 16  # prompts of lower priority keep this part of a step's prefill tokens: 1 / LOWER_SHARE
+BESIDE_PERCENT, RECENT_PERCENT = 10, 50  # how much longer a step takes for prompts of batches
+INTERACTIVE_US = 30_000_000  # how long after other requests batches leave room for the next one
 NO_ROWS = np.zeros(0, np.bool_)
 SCORED_TOKENS_MAX = 1 << 14  # prompt tokens of a step with log-probabilities: bounds its result
 
@@ -83,7 +86,7 @@ class Scheduler:
 
         A row fails if it has no room for its next token and would have none even with everything else ended.
         """
-        if group.steady is not None and not group.copies and len(group.sent) < self._limits.steps_in_flight_max:
+        if group.steady is not None and not group.copies and len(group.sent) < self._in_flight_max(group):
             step = self._schedule_repeat(group, group.steady)
             if step is not None:
                 return step
@@ -96,7 +99,7 @@ class Scheduler:
                 return step
 
     def _plan(self, group: Group) -> Step | None:
-        if len(group.sent) >= self._limits.steps_in_flight_max:
+        if len(group.sent) >= self._in_flight_max(group):
             return None
         if not group.running and not group.copies and not group.idle_tails:
             return None
@@ -251,7 +254,7 @@ class Scheduler:
         chosen: list[int] = []
         chunks: list[int] = []
         budget = self._prefill_budget(group, counts.size)
-        shares = self._whole_chunks(group, slots, budget) if group.state_blocks else self._shares(slots, budget)
+        shares = self._whole_chunks(group, slots, budget) if group.state_blocks else self._shares(group, slots, budget)
         for (slot, chunk), free in zip(shares, self._writable(shares), strict=True):
             if decodes.size + len(chosen) >= self._limits.step_rows_max:
                 break
@@ -288,7 +291,36 @@ class Scheduler:
         chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
         return min(budget, max(CHUNK_TOKENS_MIN, chunk, group.prompt_chunk)) if chunk else budget
 
-    def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
+    def _only_batches(self, group: Group) -> bool:
+        """Return whether all rows of a group belong to batches."""
+        s = self._cache.sequences
+        return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
+
+    def _was_interactive(self, group: Group) -> bool:
+        """Return whether requests that were none of a batch ended lately, so that more are likely to come."""
+        return group.interactive_us >= 0 and self._clock.now_us - group.interactive_us < INTERACTIVE_US
+
+    def _in_flight_max(self, group: Group) -> int:
+        """Return how many steps may be in flight: one while batches alone run and others are likely to come."""
+        if self._rows.batch_count and self._was_interactive(group) and self._only_batches(group):
+            return 1
+        return self._limits.steps_in_flight_max
+
+    def _batch_budget(self, group: Group, budget: int) -> int:
+        """Return how many of a step's prefill tokens prompts of batches may have.
+
+        Beside other rows they stretch the step by a fifth. For a while after these, the step takes twice as long as
+        without prompt tokens at most: a request that arrives waits for the steps in flight.
+        """
+        if not self._only_batches(group):
+            chunk = group.costs.stretched(BESIDE_PERCENT)
+        elif self._was_interactive(group):
+            chunk = group.costs.stretched(RECENT_PERCENT)
+        else:
+            return budget
+        return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
+
+    def _shares(self, group: Group, slots: Slots, budget: int) -> list[tuple[int, int]]:
         """Split the budget into (slot, chunk) pairs, those of higher priority first.
 
         Rows of lower priority get what is left, and a small part of every step, so that they progress beside a steady
@@ -304,7 +336,10 @@ class Scheduler:
         shares: list[tuple[int, int]] = []
         kept = -(-budget // LOWER_SHARE) if budget > 1 else 0
         for at, level in enumerate(sorted(levels, reverse=True), 1):
-            share = _split(levels[level], left, budget - kept if at < len(levels) else budget)
+            most = budget - kept if at < len(levels) else budget
+            if level == BATCH_PRIORITY:
+                most = min(most, self._batch_budget(group, budget))
+            share = _split(levels[level], left, most)
             budget -= sum(share.values())
             shares += share.items()
         return shares
@@ -317,7 +352,7 @@ class Scheduler:
         first in a small part of the steps.
         """
         s, live = self._cache.sequences, self._requests.live
-        shares, sign = dict(self._shares(slots, budget)), 1 if group.next_step % LOWER_SHARE == 0 else -1
+        shares, sign = dict(self._shares(group, slots, budget)), 1 if group.next_step % LOWER_SHARE == 0 else -1
         running = [(slot, live[int(s.request[slot])]) for slot in slots[s.running[slots]].tolist()]
         running.sort(key=lambda row: (sign * row[1].priority, int(self._rows.order[row[0]])))
         chunks: dict[int, int] = {}
