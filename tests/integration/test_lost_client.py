@@ -18,7 +18,7 @@ from tools.cluster.cluster import Cluster
 from .shared import wait_empty
 
 END_S = 60.0
-TOKENS = 1500
+TOKENS = 800
 LIMITS = "[limits]\nlease_s = 0.3\nreattach_s = 1.0\n"
 CLIENT = """
 import json, sys
@@ -26,7 +26,7 @@ from kvforge import Client, SamplingParams
 with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
     def submit(number, **how):
         sampling = SamplingParams(temperature=1.0, seed=number, ignore_eos=True)
-        return kv.submit([number, 2, 3], max_tokens=1500, sampling=sampling, **how)
+        return kv.submit([number, 2, 3], max_tokens=int(sys.argv[2]), sampling=sampling, **how)
     requests = [submit(0), submit(1), submit(2, detached=True), submit(3, detached=True)]
     for request in requests:
         next(iter(request))
@@ -36,9 +36,10 @@ with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
 """
 
 
-def undisturbed(kv: Client, number: int) -> tuple[int, ...]:
-    sampling = SamplingParams(temperature=1.0, seed=number, ignore_eos=True)
-    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling).result(END_S).tokens
+def undisturbed(kv: Client, *numbers: int) -> list[tuple[int, ...]]:
+    drawn = [SamplingParams(temperature=1.0, seed=number, ignore_eos=True) for number in numbers]
+    requests = [kv.submit([each.seed, 2, 3], max_tokens=TOKENS, sampling=each) for each in drawn]
+    return [request.result(END_S).tokens for request in requests]
 
 
 def wait_state(kv: Client, request_id: int, state: str) -> None:
@@ -53,8 +54,8 @@ def test_what_a_client_left_behind_survives_or_ends_as_it_was_asked_for(first: s
     """No worker runs until the attached requests have ended, so only the lease can end them."""
     with Cluster(blocks=512, coordinator=LIMITS) as cluster:
         kv = cluster.start("w0")
-        whole = [undisturbed(kv, number) for number in (2, 3)]
-        command = [sys.executable, "-c", CLIENT, cluster.endpoint]
+        whole = undisturbed(kv, 2, 3)
+        command = [sys.executable, "-c", CLIENT, cluster.endpoint, str(TOKENS)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             *attached, third, fourth = json.loads(process.stdout.readline())

@@ -18,10 +18,10 @@ TOKENS, REQUESTS = 120, 4
 NAMES = ("w0", "w1")
 
 
-def submit(kv: Client, number: int) -> Request:
+def submit(kv: Client, number: int, tokens: int = TOKENS) -> Request:
     """Submit requests, alternately greedy and seeded."""
     sampling = SamplingParams(temperature=0.0) if number % 2 else SamplingParams(temperature=1.0, seed=number)
-    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, cache_salt=str(number))
+    return kv.submit([number, 2, 3], max_tokens=tokens, sampling=sampling, cache_salt=str(number))
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_four_ranks_that_divide_experts_lose_one(tmp_path: Path) -> None:
     folder = save(tmp_path / "mixtral", model_type, {**fields, "num_local_experts": 7, "max_position_embeddings": 256})
     with Cluster(ranks=4, model=folder, worker="expert_parallel = true\n") as cluster:
         kv = cluster.start(*names)
-        before = [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
-        running = [submit(kv, i) for i in range(REQUESTS)]
+        before = [submit(kv, i, 60).result(60).tokens for i in range(REQUESTS)]
+        running = [submit(kv, i, 60) for i in range(REQUESTS)]
         for request in running:
             next(iter(request))
         cluster.kill("w3")

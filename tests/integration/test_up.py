@@ -1,4 +1,7 @@
-"""`kvforge up` with a tiny model: it serves, recovers, stops, and leaves nothing behind."""
+"""`kvforge up` with a tiny model: it serves, recovers, stops, and leaves nothing behind.
+
+Tests of how its processes start have fresh interpreters for them; in the others its workers are forked.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-def up(folder: Path, *arguments: str, **environment: str) -> Process:
+def up(folder: Path, *arguments: str, forked: bool = True, **environment: str) -> Process:
     model = folder / "model" if (folder / "model").exists() else tiny_model(folder)
     weights = () if "--model-config" in arguments else ("--model", str(model), "--load-format", "dummy")
     options = (*weights, "--device", "cpu", "--blocks", "256", "--threads", "1")
@@ -54,6 +57,7 @@ def up(folder: Path, *arguments: str, **environment: str) -> Process:
         "up",
         *options,
         *arguments,
+        forked=forked,
         **environment,
     )
 
@@ -73,7 +77,7 @@ def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_serves_heals_and_drains(folder: Path) -> None:
-    with up(folder, "--workers", "2", "--block-size", "4") as running:
+    with up(folder, "--workers", "2", "--block-size", "4", forked=False) as running:
         running.expect("worker-", "ready: 2 workers, endpoint ipc://", "try: kvforge --runtime-dir")
         serves_both_ways(folder)
         refuses_a_second_one(folder)
@@ -275,12 +279,12 @@ def test_a_second_signal_stops_at_once_and_every_line_of_the_log_is_a_document(f
 def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
     other = folder / "b"
     other.mkdir()
-    with up(folder) as first, up(other) as second:
+    with up(folder, forked=False) as first, up(other) as second:
         first.expect("ready: 1 worker")
         second.expect("ready: 1 worker")
         left = processes_of(folder / "run")
         assert len(left) == 3  # without those of the other service
-        os.kill(pid_of(folder, "worker-0"), signal.SIGSTOP)  # a suspended worker cannot notice
+        os.kill(pid_of(folder / "run", "worker-0"), signal.SIGSTOP)  # a suspended worker cannot notice
         first.signal(signal.SIGKILL)
         wait_gone(*left)  # they exit with their parent
         with client(other) as kv:
@@ -301,7 +305,7 @@ def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
 
 
 def test_interrupted_while_the_children_start(folder: Path) -> None:
-    with up(folder, "--log-dir", str(folder / "log")) as running:
+    with up(folder, "--log-dir", str(folder / "log"), forked=False) as running:
         while not (folder / "run" / "up").exists() and running.process.poll() is None:
             os.sched_yield()
         running.signal(signal.SIGINT)
@@ -393,14 +397,14 @@ def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) 
     (folder / "spoilt").mkdir()
     (folder / "spoilt" / "sitecustomize.py").write_text(SPOILT_PRODUCTS)
     spoilt = str(folder / "spoilt")
-    with up(folder, PYTHONPATH=spoilt) as running:
+    with up(folder, forked=False, PYTHONPATH=spoilt) as running:
         assert running.end() == 3
     said = "kvforge: worker-0 cannot serve (exit status 3): self-test on "
     line = next(line for line in running.text.splitlines() if line.startswith(said))
     assert "the packed product kernel is wrong for 1 tokens" in line
     assert line.endswith("set kernels = 'reference' to serve with plain torch")
     assert "started again" not in running.text and "Traceback" not in running.text
-    with up(folder, "--kernels", "reference", PYTHONPATH=spoilt) as running:
+    with up(folder, "--kernels", "reference", forked=False, PYTHONPATH=spoilt) as running:
         running.expect("ready: 1 worker")
         with client(folder) as kv:
             assert len(kv.submit([1, 2, 3], max_tokens=3, sampling=GREEDY).result(timeout_s=30).tokens) == 3

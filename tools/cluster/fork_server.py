@@ -2,13 +2,14 @@
 
 A test process starts a fork server, which imports the modules of `python -m kvforge.worker` and then only forks: a
 child runs `worker` (or another module) as `__main__`, with the given arguments, environment and output. The child is an
-ordinary worker, with its own process id, signals and exit status. Tests with `kvforge up`, systemd or an explicit start
-cover the start in a fresh interpreter.
+ordinary worker, with its own process id, command line, signals and exit status. Tests with systemd or an explicit
+start, and some with `kvforge up`, cover the start in a fresh interpreter; `forked_up.py` has the others.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import runpy
@@ -21,10 +22,14 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
+from typing import IO, Protocol
 
 from kvforge.process.collector import collector_paused, keep_all
+from kvforge.process.leash import PR_SET_PDEATHSIG
 
 FORK_S = 90.0  # the first fork includes the import of torch
+# An argument of the process, whose memory is that of its children's command lines.
+ROOM = " " * 2048
 
 
 class Child:
@@ -56,17 +61,33 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
+class Server(Protocol):
+    """The part of subprocess.Popen that a fork server needs: unbuffered pipes to and from the process."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def wait(self) -> int:
+        """Wait for the exit status."""
+        ...
+
+
 class ForkServer:
     """The process that forks workers."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+    def __init__(self, process: Server | None = None) -> None:
+        """process: one that runs `serve` already, by default a new one."""
+        self._process = process or subprocess.Popen(
+            [sys.executable, "-m", __name__, ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -77,11 +98,30 @@ class ForkServer:
         self._children: dict[int, Child] = {}
 
     def start(
-        self, arguments: list[str], log: Path, environment: dict[str, str], module: str = "kvforge.worker"
+        self,
+        arguments: list[str],
+        log: Path,
+        environment: dict[str, str],
+        module: str = "kvforge.worker",
+        leashed: bool = False,
     ) -> Child:
-        """Run a module with these arguments; both outputs are appended to `log`."""
+        """Run a module as a process of its own.
+
+        Args:
+            arguments: those of the module.
+            log: the file, or the pipe, for both outputs; a file is appended to.
+            environment: the whole environment.
+            module: a package with a `__main__`, or a module.
+            leashed: the process leads a group of its own and dies with the fork server.
+        """
         assert self._process.stdin is not None
-        request = {"module": module, "arguments": arguments, "log": str(log), "environment": environment}
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "log": str(log),
+            "environment": environment,
+            "leashed": leashed,
+        }
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         deadline = monotonic() + FORK_S
         while not self._born:
@@ -122,13 +162,16 @@ def fork_server() -> ForkServer:
     return made
 
 
-def _serve() -> None:
-    """Read requests, fork, and report each child's id and exit status. In a child, return when its worker has ended."""
+def _import_all() -> None:
     with collector_paused():
         import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
         _import_what_any_model_needs()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
+
+
+def serve() -> None:
+    """Read requests, fork, and report each child's id and exit status. In a child, leave by SystemExit."""
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"
     wake, awake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,13 +190,16 @@ def _serve() -> None:
                 return
             *lines, requests = (requests + read).split(b"\n")
             for line in lines:
+                request = json.loads(line)
+                output = _appended(request.pop("log"))  # before the client learns that it may close a pipe
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(awake)
-                    _become(**json.loads(line))
+                    _become(output=output, **request)
                     return
+                os.close(output)
                 _report(pid, None)
 
 
@@ -179,18 +225,39 @@ def _report(pid: int, status: int | None) -> None:
     os.write(1, json.dumps([pid, status]).encode() + b"\n")
 
 
-def _become(module: str, arguments: list[str], log: str, environment: dict[str, str]) -> None:
-    """Run like `python -m MODULE ARGUMENTS` in a shell, with both outputs in `log`. Exits by SystemExit."""
+def _become(module: str, arguments: list[str], output: int, environment: dict[str, str], leashed: bool) -> None:
+    """Run like `python -m MODULE ARGUMENTS` in a shell, with both outputs in `output`. Exits by SystemExit."""
+    if leashed:
+        os.setpgid(0, 0)
+        die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (_appended(log), (1, 2))):
+    for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (output, (1, 2))):
         for target in flags:
             os.dup2(descriptor, target)
         os.close(descriptor)
+    set_command_line([sys.executable, "-m", module, *arguments])
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, as `kvforge.process.leash` does."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_command_line(arguments: list[str]) -> None:
+    """Replace the command line that others see in /proc. It may be as long as that of the fork server."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    line = b"\0".join(map(os.fsencode, arguments))
+    if end - begin > len(ROOM):  # not in a process that was started without room
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, line, min(len(line), end - begin - 1))
 
 
 def _appended(log: str) -> int:
@@ -198,4 +265,5 @@ def _appended(log: str) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _import_all()
+    serve()

@@ -14,6 +14,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from .fork_server import Child, fork_server
+
 DEADLINE_S = 90.0
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,15 +43,25 @@ def tiny_model(folder: Path) -> Path:
 class Process:
     """A `kvforge` command. Both outputs are merged; `expect` waits for words in them."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvforge", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            bufsize=0,
-        )
+    def __init__(self, *arguments: str, forked: bool = False, **environment: str) -> None:
+        """forked: by the fork server, which then forks the workers of `kvforge up` too."""
+        self._output, output = os.pipe()
+        everything = {**os.environ, **environment}
+        self.process: subprocess.Popen[bytes] | Child
+        try:
+            if forked:
+                log = Path(f"/proc/{os.getpid()}/fd/{output}")
+                self.process = fork_server().start([*arguments], log, everything, "tools.cluster.forked_up")
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "kvforge", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=everything,
+                )
+        finally:
+            os.close(output)
         self.text = ""
         self._from = 0
 
@@ -63,8 +75,7 @@ class Process:
                 self.process.wait(20)
         self.process.kill()
         self.process.wait(10)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        os.close(self._output)
 
     def expect(self, *words: str) -> None:
         """Wait until each of the words has been printed, after the previously expected ones."""
@@ -93,10 +104,9 @@ class Process:
         return self.process.wait(DEADLINE_S)
 
     def _read(self, deadline: float) -> bool:
-        assert self.process.stdout is not None
-        ready = select.select([self.process.stdout], [], [], max(0.0, deadline - monotonic()))[0]
+        ready = select.select([self._output], [], [], max(0.0, deadline - monotonic()))[0]
         assert ready, f"nothing came within {DEADLINE_S} s:\n{self.text}"
-        chunk = self.process.stdout.read(1 << 16)
+        chunk = os.read(self._output, 1 << 16)
         self.text += chunk.decode(errors="replace")
         return bool(chunk)
 
