@@ -11,7 +11,7 @@ import pytest
 from kvforge.coordinator.core.events import FromWorker, ToWorker
 from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError
 from kvforge.protocol.messages import GENERATED, RefBlock, Refused, Rewind, Step, StepResult, WorkerHello
-from tests.coordinator.driver import Driver, FakeWorker, continuation, model_info
+from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation, model_info
 from tools.simulation.states import EMPTY, advanced, state_of
 
 PROMPT = [7 * i % 50 + 1 for i in range(30)]
@@ -39,7 +39,7 @@ class StatefulWorker(FakeWorker):
             text = s.tokens[slot, : start + count].tolist()
             own = step.tokens[fed : fed + count].tolist()
             fed += count
-            if not s.running[slot]:  # its request has ended meanwhile
+            if s.scheduled[slot] < start + count:  # its request has ended meanwhile
                 self.states.update((block, (0, EMPTY, 0)) for block in s.states[slot, :BLOCKS].tolist())
                 continue
             if -1 in own:  # the token that is being sampled: known by now
@@ -196,17 +196,101 @@ def test_tokens_behind_a_whole_prompt_move_its_last_cut() -> None:
     assert driver.answer_of(request) == continuation(PROMPT + PROMPT[:10], 1)
 
 
-def test_a_fork_has_a_state_of_its_own() -> None:
-    driver, _ = stateful()
+@pytest.mark.parametrize(("blocks", "others"), [(48, 0), (26, 48)])
+def test_a_fork_has_a_copy_of_the_state_if_there_is_room(blocks: int, others: int) -> None:
+    driver, worker = stateful(blocks=blocks)
     sequence = driver.create(PROMPT)
     driver.submit(sequence_id=sequence, max_tokens=3)
     driver.run_until_idle()
+    other = driver.create(list(range(others)))
     (child,) = driver.fork(sequence)
+    assert driver.info(child).resident == (not others)
+    driver.remove(other)
     whole = [*PROMPT, *continuation(PROMPT, 3)]
+    worker.steps.clear()
     both = [(driver.submit([end], sequence_id=own, max_tokens=3), end) for own, end in ((sequence, 3), (child, 4))]
     driver.run_until_idle()
+    assert ((0, 30) in rows(worker)) == bool(others)
     for request, end in both:
         assert driver.answer_of(request) == continuation([*whole, end], 3)
+
+
+def test_a_fork_of_a_running_sequence_shares_its_tokens_alone() -> None:
+    driver, _ = stateful()
+    sequence = driver.create(PROMPT)
+    driver.submit(sequence_id=sequence, max_tokens=8)
+    driver.turn()
+    (child,) = driver.fork(sequence)
+    assert not driver.info(child).resident and driver.tokens(child) == PROMPT
+    driver.run_until_idle()
+    request = driver.submit([3], sequence_id=child, max_tokens=2)
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation([*PROMPT, 3], 2)
+
+
+def next_turn(driver: Driver, worker: FakeWorker, **fields: Any) -> tuple[list[tuple[int, int]], int]:
+    """Serve a request that keeps its sequence, and the next turn: return the latter's rows and what it found."""
+    first = driver.submit(PROMPT, 6, keep_ms=60_000, **fields)
+    while driver.request(first).state != "finished":  # with a step in flight at any time
+        driver.turn()
+        driver.answer(worker)
+    driver.run_until_idle()
+    worker.steps.clear()
+    talk = [*PROMPT, *driver.answer_of(first), 3, 4, 5]
+    second = driver.submit(talk, 2, continues=driver.ended[first].sequence_id)
+    driver.run_until_idle()
+    assert driver.answer_of(second) == continuation(talk, 2)
+    return rows(worker), driver.request(second).cached_tokens
+
+
+def test_the_next_turn_continues_with_the_state_of_a_kept_sequence() -> None:
+    found, cached = next_turn(*stateful())
+    assert (found[:2], cached) == ([(35, 36), (36, 39)], 35)
+
+
+def test_an_answer_that_stops_leaves_the_state_behind_its_last_token() -> None:
+    """The step in flight computes the stop token, before it is known to be one."""
+    stop = continuation(PROMPT, 3)[-1]
+    found, cached = next_turn(*stateful(), sampling=msgspec.structs.replace(GREEDY, stop_tokens=(stop,)))
+    assert (found[:1], cached) == ([(33, 36)], 33)
+
+
+def test_a_state_that_has_gone_too_far_is_not_continued() -> None:
+    stop = continuation(PROMPT, 3)[-1]
+    sampling = msgspec.structs.replace(GREEDY, stop_tokens=(stop,))
+    found, cached = next_turn(*stateful(steps_in_flight_max=3), sampling=sampling)
+    assert (found[0], cached) == ((24, 30), 24)
+
+
+def test_a_turn_that_differs_before_the_end_of_a_kept_sequence_goes_back_to_a_checkpoint() -> None:
+    driver, worker = stateful()
+    first = driver.submit(PROMPT, 11, keep_ms=60_000)  # its state is behind 40 tokens, where any prompt may be cut
+    driver.run_until_idle()
+    worker.steps.clear()
+    talk = [*PROMPT, *driver.answer_of(first)[:2], *range(1, 12)]
+    second = driver.submit(talk, 2, continues=driver.ended[first].sequence_id)
+    driver.run_until_idle()
+    assert driver.answer_of(second) == continuation(talk, 2)
+    assert driver.request(second).cached_tokens == rows(worker)[0][0] == 24
+
+
+def test_the_next_turn_waits_for_the_step_that_settles_its_sequence() -> None:
+    driver, worker = stateful()
+    stop = continuation(PROMPT, 3)[-1]
+    sequence = driver.create(PROMPT)
+    first = driver.submit(
+        sequence_id=sequence, max_tokens=6, sampling=msgspec.structs.replace(GREEDY, stop_tokens=(stop,))
+    )
+    while driver.request(first).state != "finished":
+        driver.turn()
+        driver.answer(worker)
+    assert driver.info(sequence).computed_tokens == 32, "a step is in flight"
+    second = driver.submit([3, 4, 5], sequence_id=sequence, max_tokens=1)
+    driver.turn()
+    assert driver.request(second).state == "pending"
+    driver.run_until_idle()
+    assert rows(worker)[-1] == (33, 36)
+    assert driver.answer_of(second) == continuation([*PROMPT, *continuation(PROMPT, 3), 3, 4, 5], 1)
 
 
 def test_rows_that_do_not_fit_with_their_states_preempt_and_end() -> None:

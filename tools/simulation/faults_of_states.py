@@ -13,8 +13,9 @@ import numpy as np
 from kvforge.coordinator.core.cache import states
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.checkpoints import Checkpoints
+from kvforge.coordinator.core.cache.continuing import Continuing
 from kvforge.coordinator.core.cache.groups import NO_KEY, Group
-from kvforge.coordinator.core.cache.placement import Placement
+from kvforge.coordinator.core.cache.placement import NO_DONOR, Placement
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.scheduling import scheduler
 from tools.simulation.faults import Patch
@@ -63,32 +64,26 @@ def state_not_restored_after_a_rewind() -> list[Patch]:
     """A sequence that loses tokens, or KV in flight, goes on with the state that it has."""
     real = Residency.trim
 
-    def trim(self: Residency, slot: int) -> None:
+    def trim(self: Residency, slot: int, settles: bool = False) -> None:
         s = self._sequences
         s.scheduled[slot] = s.computed[slot]
-        real(self, slot)
+        real(self, slot, settles)
 
     return [(Residency, "trim", trim)]
 
 
 @fault
 def fork_shares_its_parents_state() -> list[Patch]:
-    """A fork holds its parent's blocks of the state in place of its own."""
+    """A fork gets its parent's blocks of the state in place of a copy."""
     real = Residency.fork
 
     def fork(self: Residency, slot: int, most: int | None = None) -> int:
         child, s = real(self, slot, most), self._sequences
-        used = int(s.state_used[slot])
-        if used and s.pool[child] < 0 and not s.running[slot]:
+        if s.state_used[child]:
             group = self._groups[int(s.pool[slot])]
-            group.hold(np.concatenate([s.blocks_of(slot), s.states_of(slot)]))
-            for array in (s.pool, s.used, s.state_used, s.hashed, s.chain, s.parent, s.last_step):
-                array[child] = array[slot]
-            for array in (s.computed, s.scheduled):
-                array[child] = array[slot]
-            s.table[child], s.states[child] = s.table[slot], s.states[slot]
-            s.changed_states.append(child)
-            self._row_changed(child)
+            group.release(s.states_of(child), group.next_step)
+            group.hold(s.states_of(slot))
+            s.states[child] = s.states[slot]
         return child
 
     return [(Residency, "fork", fork)]
@@ -131,3 +126,41 @@ def prompt_cut_anywhere() -> list[Patch]:
         return real(tokens, start, room, 1)
 
     return [(scheduler, "chunk_end", chunk_end)]
+
+
+@fault
+def kept_state_taken_at_another_position() -> list[Patch]:
+    """The next turn takes the state of a kept sequence for as many tokens as both have in common."""
+    real = Continuing.placement
+
+    def placement(self: Continuing, group: Group, *arguments: Any) -> Placement | None:
+        sequence_id, _, tokens, most = arguments
+        found, s = real(self, group, *arguments), self._sequences
+        slot = s.slot_of.get(sequence_id, NO_DONOR)
+        if found is not None or slot == NO_DONOR or s.pool[slot] != group.number:
+            return found
+        full = min(most, int(s.computed[slot])) // s.block_size
+        same = tokens[: full * s.block_size].tobytes() == s.tokens[slot, : full * s.block_size].tobytes()
+        if not full or not same:
+            return None
+        needed = s.blocks_for(tokens.size) - full + group.state_blocks
+        found = Placement(group, s.blocks_of(slot)[:full], (-1, 0), needed, slot)
+        found.checkpoint = s.states_of(slot)
+        return found
+
+    return [(Continuing, "placement", placement)]
+
+
+@fault
+def state_beyond_the_last_token_kept() -> list[Patch]:
+    """A sequence keeps its state although steps in flight take it to tokens that it does not have."""
+
+    def settles(self: Residency, slot: int) -> bool:
+        s = self._sequences
+        return bool(s.state_used[slot]) and 0 < s.computed[slot] < s.scheduled[slot] <= s.length[slot] + s.pending[slot]
+
+    def must_move(self: Residency, slot: int) -> bool:
+        self._sequences.scheduled[slot] = self._sequences.computed[slot]
+        return False
+
+    return [(Residency, "settles", settles), (Residency, "must_move", must_move)]

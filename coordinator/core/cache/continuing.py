@@ -12,6 +12,7 @@ from .groups import Group
 from .indexing import Indexing
 from .placement import NO_DONOR, Placement
 from .sequences import Sequences, Tokens, unmarked
+from .states import is_cut
 from .tenants import Tenants
 
 
@@ -60,9 +61,15 @@ class Continuing:
         shared = _common(self._indexing.contents(s.tokens[slot, :most]), tokens[:most])
         if not shared:
             return None
+        at = int(s.scheduled[slot])
+        if group.state_blocks and not (s.computed[slot] == at == shared and is_cut(tokens, at, group.prompt_chunk)):
+            return None  # its state is that behind other tokens
         full, rest = divmod(shared, size)
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
-        return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens.size) - full, slot)
+        needed = s.blocks_for(tokens.size) - full + group.state_blocks
+        found = Placement(group, s.blocks_of(slot)[:full], partial, needed, slot)
+        found.checkpoint = s.states_of(slot)
+        return found
 
 
 def _common(one: Tokens, other: Tokens) -> int:

@@ -19,7 +19,7 @@ class Placement:
         needed: Blocks to allocate, those of a recurrent state included.
         donor: The slot of the kept sequence that the shared blocks belong to, which must stay; NO_DONOR for none.
         otherwise: The plan for when there is no room beside the donor, or beside the checkpoint.
-        checkpoint: Blocks of the checkpoint to copy the recurrent state from, [n] int64.
+        checkpoint: Blocks to copy the recurrent state from, those of a checkpoint or of the donor, [n] int64.
         shared_end: Where a checkpoint is wanted, because the KV of more tokens is there; 0: nowhere.
     """
 
@@ -39,9 +39,8 @@ class Placement:
     @property
     def keep(self) -> BlockIds:
         """The cached blocks that must survive the allocation of the rest."""
-        if self.checkpoint.size:
-            return np.concatenate((self.hits, self.checkpoint))
-        return np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
+        ids = np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
+        return np.concatenate((ids, self.checkpoint)) if self.checkpoint.size else ids
 
     def cached_tokens(self, block_size: int) -> int:
         """Return how many prompt tokens already have KV."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvforge.protocol.errors import CapacityExceeded
+from kvforge.protocol.messages import GENERATED
 
 from ..clock import Clock
 from ..limits import Limits
@@ -238,7 +239,27 @@ class Residency:
             return False
         at, length = int(s.scheduled[slot]), int(s.length[slot])
         chunk = self._groups[int(s.pool[slot])].prompt_chunk
-        return at >= length or not is_cut(s.tokens[slot, :length], at, chunk)
+        if at >= length or s.computed[slot] < at:
+            return True
+        return not is_cut(s.tokens[slot, :length], at, chunk)
+
+    def settles(self, slot: int) -> bool:
+        """Return whether a step in flight computes just the last generated token of a sequence with a recurrent state.
+
+        The state is then where the next turn begins, once the step is done. A state that goes further is of no use.
+        """
+        s = self._sequences
+        last = int(s.length[slot]) - 1
+        if not s.state_used[slot] or not s.computed[slot] == last == s.scheduled[slot] - 1:
+            return False
+        return bool(s.tokens[slot, last] >= GENERATED)
+
+    def is_settling(self, slot: int) -> bool:
+        """Return whether an idle sequence waits for the step that takes its recurrent state to its last token."""
+        s = self._sequences
+        if not s.state_used[slot] or s.scheduled[slot] == s.computed[slot]:
+            return False
+        return bool(s.last_step[slot] > self._groups[int(s.pool[slot])].pool.done_step)
 
     def rewind(self, slot: int) -> None:
         """Discard the KV of the last token, which must be computed again to continue from it, and unacknowledged KV."""
@@ -261,13 +282,19 @@ class Residency:
         self.trim(slot)
         s.changed_lengths.append(np.array([slot]))
 
-    def trim(self, slot: int) -> None:
-        """Release blocks reserved for tokens that will not come, and discard unacknowledged KV."""
+    def trim(self, slot: int, settles: bool = False) -> None:
+        """Release blocks reserved for tokens that will not come, and discard unacknowledged KV.
+
+        Args:
+            slot: The slot of the sequence.
+            settles: Keep what is in flight, which will be acknowledged as that of an idle sequence.
+        """
         s = self._sequences
-        if s.state_used[slot] and s.scheduled[slot] > s.computed[slot]:
+        if not settles and s.state_used[slot] and s.scheduled[slot] > s.computed[slot]:
             self.release_kv(slot)  # its state is further
         s.pending[slot] = 0
-        s.scheduled[slot] = s.computed[slot]
+        if not settles:
+            s.scheduled[slot] = s.computed[slot]
         keep = s.blocks_for(int(s.length[slot]))
         if s.pool[slot] != NO_POOL and s.used[slot] > keep:
             group = self._groups[int(s.pool[slot])]
@@ -278,7 +305,8 @@ class Residency:
     def fork(self, slot: int, most: int | None = None) -> int:
         """Create a sequence that shares tokens and blocks of `slot`. KV is copied when one side writes.
 
-        If the model keeps a recurrent state, which cannot be shared, only the tokens are.
+        If the model keeps a recurrent state, which cannot be shared, the new sequence gets a copy of it. Without room,
+        and if a step in flight takes the state further, only the tokens are shared.
 
         Args:
             slot: The sequence's slot.
@@ -291,13 +319,14 @@ class Residency:
         child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot]) if most is None else most
         s.extend(child, s.tokens[slot, :length], s.logprobs[slot, :length])
-        if s.pool[slot] != NO_POOL and not s.state_used[slot]:
+        if s.pool[slot] != NO_POOL and (not s.state_used[slot] or self._copy_state(slot, child, length)):
             group, used = self._groups[int(s.pool[slot])], s.blocks_for(length)
             ids = s.table[slot, :used].astype(np.int64)
             group.hold(ids)
             s.table[child, :used] = ids
-            for array in (s.pool, s.hashed, s.chain, s.parent, s.last_step):
+            for array in (s.pool, s.hashed, s.chain, s.parent):
                 array[child] = array[slot]
+            s.last_step[child] = max(int(s.last_step[slot]), int(s.last_step[child]))
             s.used[child] = used
             s.resident_us[child] = self._clock.now_us
             s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
@@ -305,6 +334,21 @@ class Residency:
                 self._indexing.restart(child)
         self._row_changed(child)
         return child
+
+    def _copy_state(self, slot: int, child: int, length: int) -> bool:
+        """Give a fork a copy of its parent's state. Return False, with nothing changed, if that is impossible."""
+        s = self._sequences
+        group = self._groups[int(s.pool[slot])]
+        if not s.scheduled[slot] == s.computed[slot] <= length:
+            return False
+        tenant, needed = int(s.tenant[slot]), group.state_blocks
+        if not group.pool.has(tenant, needed, NO_BLOCKS, Spare(group.running, 0)):
+            return False
+        source = Placement(group, NO_BLOCKS, (-1, 0), needed)
+        source.checkpoint = s.states_of(slot)
+        group.hold(source.checkpoint)
+        self._give_state(group, child, group.pool.allocate(tenant, needed), source)
+        return True
 
     # ------------------------------------------------------------------------------------------------------- pressure
 

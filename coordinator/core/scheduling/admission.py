@@ -243,7 +243,7 @@ class Admission:
         """Release a sequence's blocks if it cannot continue with its recurrent state: it moves in again."""
         residency = self._cache.residency
         slot = self._cache.sequences.slot_of.get(request.sequence_id, NO_SLOT)
-        if slot != NO_SLOT and residency.must_move(slot):
+        if slot != NO_SLOT and residency.must_move(slot) and not residency.is_settling(slot):
             residency.release_kv(slot)
 
     # ------------------------------------------------------------------------------------------------- start and stop
@@ -321,6 +321,7 @@ class Admission:
         s.running[slot] = False
         self._meters.count(request.tenant, RUNNING_NOW, -1)
         request.wait = None
+        run, settles = int(self.rows.run[slot]), group is not None and self._cache.residency.settles(slot)
         self.rows.leave(slot)
         s.request[slot] = 0
         if group is not None:
@@ -336,7 +337,9 @@ class Admission:
                 # A recurrent state cannot be cut back to an earlier token.
                 if group.wants_kinds and not group.state_blocks and slot not in group.idle_tails:
                     group.idle_tails.append(slot)
-            self._cache.residency.trim(slot)
+            if settles:
+                self.rows.run[slot] = run  # the result of the step in flight counts
+            self._cache.residency.trim(slot, settles)
         else:
             self._cache.residency.remove(slot)
 

@@ -60,6 +60,8 @@ class Choice:
         if slot != NO_SLOT and cache.residency.still_read(slot):
             return Wait("step", (blocks_of(cache.groups[int(s.read_pool[slot])].epoch),))
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
+        if resident and cache.residency.is_settling(slot):
+            return Wait("step", (blocks_of(cache.groups[int(s.pool[slot])].epoch),))
         best, best_rank = None, (-1, -1)
         lacks: list[Wait] = []
         asking = NO_SLOTS if slot == NO_SLOT else np.array([slot])
@@ -112,7 +114,7 @@ class Choice:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         shared_max = request.shareable_tokens
         placement = cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
-        if not request.continues or group.state_blocks or not cache.kept.could_free(1, but=request.continues):
+        if not request.continues or not cache.kept.could_free(1, but=request.continues):
             return placement
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         continued = cache.continuing.placement(group, request.continues, request.salt, tokens, most)

@@ -81,7 +81,7 @@ class StepResults:
                 good &= ~idle | self._idle_tails(sent, idle)
             if again:
                 self._keep_prefill(slots, counts, live & np.isin(slots, list(again)))
-            sampled = good[sent.samples]
+            sampled = (good & ~idle)[sent.samples]
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             top_logprobs = None if top_logprobs is None else top_logprobs.pick(np.flatnonzero(sampled))
@@ -114,7 +114,7 @@ class StepResults:
                 self._finisher.end(request, "fail", "failed", errors[slot])
 
     def _idle_tails(self, sent: SentStep, idle: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return which rows of idle sequences have computed what is still their last token: [rows].
+        """Return which rows of idle sequences have computed what is still their last token: [rows]. None gets a token.
 
         A sequence that was cut off or lost its KV meanwhile no longer has this token scheduled.
         """
