@@ -245,6 +245,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         base: The id of its first block; ids are consecutive.
+        state_blocks: Blocks that hold the recurrent states of sequences.
+        checkpoint_blocks: Blocks that hold checkpoints of such states, which prefix hits start from.
     """
 
     worker: str
@@ -264,6 +266,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int
     steps: int
     base: int = 0
+    state_blocks: int = 0
+    checkpoint_blocks: int = 0
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

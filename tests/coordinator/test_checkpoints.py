@@ -206,3 +206,20 @@ def test_a_worker_takes_its_checkpoints_with_it() -> None:
     assert not kinds(driver, CHECKPOINT)
     driver.add_worker(48)
     assert served(driver, PROMPT) == 0
+
+
+def test_statistics_and_explanations_know_states_and_checkpoints() -> None:
+    driver, _ = stateful()
+    sequence = driver.create(PROMPT)
+    request = driver.submit(sequence_id=sequence, max_tokens=9)
+    while len(driver.answer_of(request)) < 4:
+        driver.step()
+    (pool,) = driver.stats().pools
+    assert (pool.state_blocks, pool.checkpoint_blocks) == (BLOCKS, BLOCKS)
+    assert pool.live_tokens <= 4 * driver.machine.cache.sequences.used.sum()
+    for subject in ({"sequence_id": sequence}, {"request_id": request}):
+        text = str(driver.explain(**subject))
+        assert "2 more blocks hold its recurrent state" in text and "its last checkpoint is behind 24 tokens" in text
+    driver.remove(sequence)
+    driver.turn()
+    assert driver.stats().pools[0].state_blocks == 0

@@ -43,7 +43,7 @@ def advanced(state: int, tokens: Sequence[int], start: int, chunk: int) -> int:
 
 @lru_cache(maxsize=4096)
 def state_of(tokens: tuple[int, ...], chunk: int) -> int:
-    """Return the state behind a text, whose last run of prompt tokens ends with it."""
+    """Return the state behind a text. Its last run of prompt tokens ends with it."""
     state, at = EMPTY, 0
     while at < len(tokens):
         generated = tokens[at] >= GENERATED

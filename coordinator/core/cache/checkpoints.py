@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..limits import Limits
-from .blocks import CHECKPOINT, NO_BLOCKS, Blocks
+from .blocks import CHECKPOINT, NO_BLOCKS, BlockIds, Blocks
 from .checkpoint_positions import CheckpointPositions
 from .groups import NO_KEY, FormingCheckpoint, Group
 from .hashing import BlockHasher
@@ -47,6 +47,13 @@ class Checkpoints:
         """
         s = self._sequences
         return self.positions(group).following(s.tokens[slot], prompt, int(s.shared_end[slot]), start)
+
+    @staticmethod
+    def last(group: Group, ids: BlockIds) -> int:
+        """Return the most leading blocks of a sequence, [n] ids, that a checkpoint is behind; 0 for none."""
+        found = group.pool.checkpoints
+        keys = group.index.keys(ids).tolist() if found else []
+        return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in found), 0)
 
     def take(self, group: Group, slot: int) -> None:
         """Make the next step copy the state of a sequence, which the planned steps leave behind `scheduled` tokens.

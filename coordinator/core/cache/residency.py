@@ -87,15 +87,14 @@ class Residency:
         needed = self._sequences.blocks_for(tokens.size) + group.state_blocks
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         matched = group.index.match(salt, tokens, hashes)[: most // size]
-        keys = group.index.keys(matched).tolist() if pool.checkpoints else []
-        count = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in pool.checkpoints), 0)
+        count = self._checkpoints.last(group, matched)
         shared_end = self._checkpoints.positions(group).last(tokens, matched.size * size) if matched.size else 0
         shared_end = shared_end if shared_end > count * size else 0
         without = Placement(group, NO_BLOCKS, (-1, 0), needed)
         without.shared_end = shared_end
         if not count:
             return without
-        blocks = np.array(pool.checkpoints[keys[count - 1]], np.int64)
+        blocks = np.array(pool.checkpoints[group.index.key(int(matched[count - 1]))], np.int64)
         found = Placement(group, matched[:count], (-1, 0), needed - count, NO_DONOR, without)
         found.checkpoint, found.shared_end = blocks, shared_end
         return found

@@ -128,10 +128,11 @@ class Explainer:
         if self._cache.groups[int(s.pool[slot])].away:
             away = "it waits for its worker to reconnect after a restart: it continues then, or elsewhere"
             return subject, [runs, away], {**facts, "limit": "away"}
+        sentences = [runs, *self._state(slot)]
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
-            return subject, [runs, f"{prefill} tokens of its prompt are still to be computed"], facts
-        return subject, [runs], facts
+            return subject, [*sentences, f"{prefill} tokens of its prompt are still to be computed"], facts
+        return subject, sentences, facts
 
     def _why_waiting(self, seen: int, request: Request) -> tuple[str, list[str], Facts]:
         """Return the limit that a request waits for, as (name, sentences, facts); "" if it will be tried next."""
@@ -215,6 +216,7 @@ class Explainer:
             )
         else:
             sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
+            sentences += self._state(slot)
         if info.pinned:
             sentences.append("it is pinned for later prompts: it is evicted only where no running row frees blocks")
         if info.request_id:
@@ -223,6 +225,19 @@ class Explainer:
             sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if it stays unused")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident", "pinned")
+
+    def _state(self, slot: int) -> list[str]:
+        """Describe the recurrent state of a resident sequence, and the checkpoint that it can go back to."""
+        s = self._cache.sequences
+        if not s.state_used[slot]:
+            return []
+        group = self._cache.groups[int(s.pool[slot])]
+        indexing, salt = self._cache.indexing, int(s.salt[slot])
+        tokens = indexing.contents(s.tokens[slot, : s.length[slot]])
+        found = group.index.match(salt, tokens, indexing.hashes(salt, tokens))
+        last = self._cache.checkpoints.last(group, found) * s.block_size
+        back = f"its last checkpoint is behind {last} tokens" if last else "there is no checkpoint of it"
+        return [f"{s.state_used[slot]} more blocks hold its recurrent state, behind {s.scheduled[slot]} tokens; {back}"]
 
     def _tenant(self, name: str) -> Explained:
         tenants, cache = self._cache.tenants, self._cache

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
-from ..cache.blocks import KV, REFERENCED
+from ..cache.blocks import CHECKPOINT, KV, RECURRENT, REFERENCED
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
@@ -67,6 +67,7 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
     pool = group.pool
     states = cache.blocks.state[pool.base : pool.base + pool.count]
     assert int(np.count_nonzero(states == REFERENCED)) == pool.referenced
+    kinds = cache.blocks.kind[pool.base : pool.base + pool.count]
     return PoolStats(
         worker=group.name,
         state="ready",
@@ -85,6 +86,8 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
         sequences=int(np.count_nonzero(cache.sequences.pool == group.number)),
         steps=group.steps_total,
         base=pool.base,
+        state_blocks=int(np.count_nonzero(kinds == RECURRENT)),
+        checkpoint_blocks=int(np.count_nonzero(kinds == CHECKPOINT)),
     )
 
 
