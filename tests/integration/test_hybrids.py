@@ -39,8 +39,12 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(name: str, page
     at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
     with Cluster(model=folder, blocks=at_begin + 2) as cluster:
         kv = cluster.start("w0")
+        cached = []
         for number in (0, 0, 1, 2):
-            assert kv.submit(prompts[number], max_tokens=TOKENS, sampling=GREEDY).result(60).tokens == want[number]
+            answer = kv.submit(prompts[number], max_tokens=TOKENS, sampling=GREEDY).result(60)
+            assert answer.tokens == want[number]
+            cached.append(answer.cached_tokens)
+        assert cached == [0, 64, 64, 64], "a hit ends at a checkpoint"
         source = kv.create_sequence(prompts[0])
         assert kv.submit(sequence=source, max_tokens=7, sampling=GREEDY).result(60).tokens == want[0][:7]
         (fork,) = kv.fork(source)
