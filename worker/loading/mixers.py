@@ -26,6 +26,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.states import StateTensor
 
 from .model import ForwardContext
+from .projections import ProjectionFinder, Projections
 
 DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
 MIXING = "kvforge_mixing"
@@ -107,12 +108,14 @@ class MixerBinding:
         index: Its index among the mixers.
         chunk: The most tokens of a prompt that it is given at once.
         states: The tensors of its state.
+        projections: Its parts that are computed for all rows at once.
         context: Inputs of a step.
     """
 
     index: int
     chunk: int
     states: tuple[StateTensor, ...]
+    projections: Projections
     context: ForwardContext
 
     def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -150,21 +153,25 @@ class Recorder:
     def __init__(self, module: Any) -> None:
         self._mixers = mixers_of(module)
         self._found: dict[int, dict[str, torch.Tensor]] = {}
+        self.projections: dict[int, Projections] = {}
 
     def __enter__(self) -> Self:
         for index, part in enumerate(self._mixers):
-            part.forward = self._recording(index, part.forward)
+            part.forward = self._recording(index, part)
         return self
 
     def __exit__(self, *_: object) -> None:
         for part in self._mixers:
             part.__dict__.pop("forward", None)
 
-    def _recording(self, index: int, forward: Any) -> Any:
+    def _recording(self, index: int, part: Any) -> Any:
+        forward = part.forward
+
         def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            held = RowCache()
+            held, finder = RowCache(), ProjectionFinder(part)
             mixed: torch.Tensor = forward(hidden_states, cache=held)
             self._found[index] = held.state
+            self.projections[index] = finder.found(hidden_states, mixed)
             return mixed
 
         return run
@@ -189,7 +196,7 @@ class Recorder:
         return tuple(tensors)
 
 
-def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor, ...]) -> int:
+def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor, ...], recorder: Recorder) -> int:
     """Let each mixer run row by row with the states in the pool.
 
     Outside a pass (`ForwardContext.batch` is None) a mixer runs as transformers wrote it, without a cache.
@@ -197,7 +204,8 @@ def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor,
     Args:
         module: The transformers model.
         context: Inputs of a step, shared by all layers.
-        states: The tensors of all mixers' states, as `Recorder` returned them.
+        states: The tensors of all mixers' states, as the recorder returned them.
+        recorder: Has the mixers' projections.
 
     Returns:
         Tokens of a chunk of a prompt: chunks begin and end at multiples of it. 1 if there is no mixer.
@@ -205,7 +213,7 @@ def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor,
     mixers = mixers_of(module)
     for index, part in enumerate(mixers):
         own = tuple(each for each in states if each.layer == index)
-        binding = MixerBinding(index, _chunk_of(part), own, context)
+        binding = MixerBinding(index, _chunk_of(part), own, recorder.projections[index], context)
         part.__dict__[MIXING] = binding
         part.forward = _bound(binding, part.forward)
     return math.lcm(*(part.__dict__[MIXING].chunk for part in mixers))
@@ -226,8 +234,7 @@ def _bound(binding: MixerBinding, forward: Any) -> Any:
         if context.batch is not None:
             return _mixed(binding, forward, hidden_states)
         if context.separate:
-            tokens, device = hidden_states.split(1, dim=1), hidden_states.device
-            return torch.cat([forward(each, cache=RowCache(binding.empty(device))) for each in tokens], dim=1)
+            return _separate(binding, forward, hidden_states)
         mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
         return mixed
 
@@ -249,17 +256,28 @@ def _mixed(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.T
     assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
     assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
     parts = []
-    for row in range(len(batch.counts)):
-        pages, start = batch.states[row].tolist(), int(batch.starts[row])
-        state = pool.states.load(binding.index, pages) if start else None
-        first = int(batch.query_starts[row]) - start
-        for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
-            held = RowCache(state)
-            parts.append(forward(hidden[:, first + begin : first + end], cache=held))
-            state = held.state
-        assert state is not None, "a row without tokens"
-        pool.states.store(binding.index, pages, state)
-    return torch.cat(parts, dim=1)
+    with binding.projections.over(hidden) as tokens:
+        for row in range(len(batch.counts)):
+            pages, start = batch.states[row].tolist(), int(batch.starts[row])
+            state = pool.states.load(binding.index, pages) if start else None
+            first = int(batch.query_starts[row]) - start
+            for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
+                held = RowCache(state)
+                parts.append(forward(tokens.part(first + begin, first + end), cache=held))
+                state = held.state
+            assert state is not None, "a row without tokens"
+            pool.states.store(binding.index, pages, state)
+    return tokens.result(parts)
+
+
+def _separate(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Run a mixer over each token alone, behind a state of zeros. hidden: [1, tokens, hidden size]."""
+    with binding.projections.over(hidden) as tokens:
+        parts = [
+            forward(tokens.part(place, place + 1), cache=RowCache(binding.empty(hidden.device)))
+            for place in range(hidden.shape[1])
+        ]
+    return tokens.result(parts)
 
 
 def chunks(start: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:

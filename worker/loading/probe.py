@@ -164,7 +164,7 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     use_attention(module, ATTENTION_NAME)
     states = recorder.states(name)
     _check_pages(tuple(shapes), states, name)
-    return BoundLayers(tuple(shapes), states, bind_mixers(module, context, states))
+    return BoundLayers(tuple(shapes), states, bind_mixers(module, context, states, recorder))
 
 
 def _check_pages(shapes: tuple[LayerShape, ...], states: tuple[StateTensor, ...], name: str) -> None:

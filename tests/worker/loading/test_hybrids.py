@@ -139,6 +139,37 @@ def test_logits_in_parts_advance_the_state_once(
     assert "forward" not in model.module.base_model.__dict__
 
 
+PROJECTIONS = {
+    "bamba": (["in_proj"], "out_proj"),
+    "falcon_h1": ([], "out_proj"),  # its input is scaled before
+    "granite": (["in_proj"], "out_proj"),
+    "jamba": (["in_proj"], "out_proj"),
+    "kimi_linear": (["b_proj", "f_a_proj", "g_a_proj", "k_proj", "q_proj", "v_proj"], "o_proj"),
+    "lfm2": (["in_proj"], "out_proj"),
+    "nemotron_h": (["in_proj"], "out_proj"),
+    "olmo_hybrid": (["a_proj", "b_proj", "g_proj", "k_proj", "q_proj", "v_proj"], "o_proj"),
+    "qwen3_5": (["in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"], "out_proj"),
+    "qwen3_next": (["in_proj_ba", "in_proj_qkvz"], "out_proj"),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projections_are_computed_for_all_rows_at_once(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, **fields)
+    part = mixers_of(model.module)[0]
+    found = part.__dict__[MIXING].projections
+    assert found.output is not None
+    assert (sorted(place.name for place in found.inputs), found.output.name) == PROJECTIONS[name]
+    seen = []
+    for place in (*found.inputs, found.output):
+        place.module.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
+    paged_logits(model, [list(range(9)), list(range(70)), [5]], [[9, 70, 1]])
+    assert seen == [80] * len(seen) and len(seen) == len(found.inputs) + 1
+
+
 def test_mixers_run_as_transformers_wrote_them_outside_a_step(tiny: Callable[..., LoadedModel]) -> None:
     model_type, fields = HYBRIDS["lfm2"]
     model = tiny(model_type, block_size=16, **fields)

@@ -1,0 +1,140 @@
+"""Projections of a mixer, computed for all rows of a step at once.
+
+A mixer runs row by row (see `mixers`), but most of its weights are matrices that multiply each token by itself: those
+of its input, and the last one, which gives its result. They are found by running the mixer once: the first are given
+the very tensor that the mixer is given, and the last one returns the very tensor that the mixer returns. In a step they
+are computed for all tokens together, and the mixer finds the results where it calls them. The weights are then read
+once for each step, not for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module is kept: parts of a model are replaced at load, and the place stays."""
+
+    owner: Any
+    name: str
+
+    @property
+    def module(self) -> Any:
+        """The module that is there now."""
+        return self.owner._modules[self.name]
+
+    def put(self, module: Any) -> None:
+        """Replace it."""
+        self.owner._modules[self.name] = module
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The projections of one mixer.
+
+    Attributes:
+        inputs: Linear parts that the mixer calls with its own input.
+        output: The Linear part that returns the mixer's result; None: there is none.
+    """
+
+    inputs: tuple[Place, ...] = ()
+    output: Place | None = None
+
+    @contextmanager
+    def over(self, hidden: torch.Tensor) -> Iterator[JoinedTokens]:
+        """Compute the projections of the input of all tokens, and let the mixer find them.
+
+        Args:
+            hidden: [1, tokens, hidden size], the input of the mixer.
+
+        Yields:
+            The tokens, from which the mixer is given parts.
+        """
+        tokens = JoinedTokens(hidden, None if self.output is None else self.output.module)
+        kept = [(place, place.module) for place in self.inputs]
+        try:
+            for place, module in kept:
+                place.put(_Computed(tokens, module(hidden)))
+            if self.output is not None:
+                kept.append((self.output, self.output.module))
+                self.output.put(_unchanged)
+            yield tokens
+        finally:
+            for place, module in kept:
+                place.put(module)
+
+
+@dataclass
+class JoinedTokens:
+    """The tokens of a step, and the part that the mixer works on."""
+
+    hidden: torch.Tensor
+    output: Any
+    current: slice = field(default_factory=lambda: slice(0))
+
+    def part(self, first: int, end: int) -> torch.Tensor:
+        """Return the input of the tokens [first, end), which the mixer must be given next."""
+        self.current = slice(first, end)
+        return self.hidden[:, self.current]
+
+    def result(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the mixer's result for all tokens, from what it returned for each part in order."""
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return mixed if self.output is None else self.output(mixed)
+
+
+class _Computed:
+    """In the place of a projection: returns the current part of its result."""
+
+    def __init__(self, tokens: JoinedTokens, projected: torch.Tensor) -> None:
+        self._tokens, self._projected = tokens, projected
+
+    def __call__(self, _part: torch.Tensor) -> torch.Tensor:
+        return self._projected[:, self._tokens.current]
+
+
+def _unchanged(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers
+
+
+class ProjectionFinder:
+    """Notes the calls of a mixer's Linear parts while it runs once.
+
+    Args:
+        mixer: The mixer.
+    """
+
+    def __init__(self, mixer: Any) -> None:
+        self._calls: list[tuple[Place, Any, Any]] = []
+        self._hooks = [
+            child.register_forward_hook(self._noting(Place(owner, name)))
+            for owner in mixer.modules()
+            for name, child in owner.named_children()
+            if type(child) is torch.nn.Linear
+        ]
+
+    def _noting(self, place: Place) -> Any:
+        def note(_module: Any, given: tuple[Any, ...], result: Any) -> None:
+            self._calls.append((place, given[0] if given else None, result))
+
+        return note
+
+    def found(self, given: torch.Tensor, result: torch.Tensor) -> Projections:
+        """Return the projections, once the mixer has run.
+
+        Args:
+            given: The tensor that the mixer was given.
+            result: The tensor that it returned.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        often = [place for place, _, _ in self._calls]
+        once = [(place, got, made) for place, got, made in self._calls if often.count(place) == 1]
+        inputs = tuple(place for place, got, made in once if got is given and made is not result)
+        return Projections(inputs, next((place for place, _, made in once if made is result), None))
