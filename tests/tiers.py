@@ -80,6 +80,7 @@ EXCEPTIONS = {
     "tests/amdgcn/test_machine.py": "torch",
     "tests/chaos/test_background.py": "soak",
     "tests/chaos/test_chaos.py": "soak",
+    "tests/chaos/test_conversations.py": "soak",
     "tests/gateway/page/test_browser.py": "process",
     "tests/gateway/page/test_served.py": "process",
     "tests/gateway/storage/test_sqlite.py": "unit",

@@ -72,18 +72,8 @@ class Run:
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report."""
         began = time.monotonic()
-        settings = f'names = ["tiny"]\ndrain_s = 1\n[storage]\nurl = "{self._url}"\nlease_s = 1.0\n'
-        limits = "[limits]\nreattach_s = 60.0\nfinished_max = 100000\nqueue_max = 4096\nsequences_max = 64\n"
         with ExitStack() as stack:
-            self._cluster = stack.enter_context(Cluster(coordinator=limits, blocks=512))
-            prepare(self._cluster.model)
-            self._kv = self._cluster.start("w0")
-            self._http = stack.enter_context(httpx.Client(timeout=WAIT_S))
-            self._gateways = []
-            for at in range(2):
-                folder = self._folder / f"gateway-{at}"
-                folder.mkdir()
-                self._gateways.append(stack.enter_context(Gateway(self._cluster.runtime, folder, settings)))
+            self._serve(stack)
             expected = [self._expected(at) for at in range(ASKED)]
             batch = self._begin_batch()
             while len(self._ids) < self._responses:
@@ -121,6 +111,20 @@ class Run:
             "took_s": round(time.monotonic() - began, 1),
             "faults": self.faults,
         }
+
+    def _serve(self, stack: ExitStack) -> None:
+        """Start a coordinator, a worker and two gateways over one database."""
+        settings = f'names = ["tiny"]\ndrain_s = 1\n[storage]\nurl = "{self._url}"\nlease_s = 1.0\n'
+        limits = "[limits]\nreattach_s = 60.0\nfinished_max = 100000\nqueue_max = 4096\nsequences_max = 64\n"
+        self._cluster = stack.enter_context(Cluster(coordinator=limits, blocks=512))
+        prepare(self._cluster.model)
+        self._kv = self._cluster.start("w0")
+        self._http = stack.enter_context(httpx.Client(timeout=WAIT_S))
+        self._gateways = []
+        for at in range(2):
+            folder = self._folder / f"gateway-{at}"
+            folder.mkdir()
+            self._gateways.append(stack.enter_context(Gateway(self._cluster.runtime, folder, settings)))
 
     def _body(self, at: int) -> dict[str, Any]:
         tokens = 8 + 3 * at

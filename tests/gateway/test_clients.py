@@ -106,6 +106,40 @@ def test_openai_batch(served: Served) -> None:
             assert client.files.delete(name).deleted
 
 
+def test_openai_sessions(served: Served) -> None:
+    """A session by the client's raw requests, and its turns by `responses.create`."""
+    turn: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 12}
+    with served.openai() as client:
+
+        def post(path: str, **body: Any) -> dict[str, Any]:
+            found: dict[str, Any] = client.post(f"/sessions{path}", cast_to=dict[str, Any], body=body)
+            return found
+
+        session = post("", metadata={"who": "me"})["id"]
+        first = client.responses.create(input="What is the capital of France?", conversation=session, **turn)
+        (fork,) = post(f"/{session}/fork", n=1)["data"]
+        # Fields that the client does not know travel in `extra_body`.
+        second = client.responses.create(
+            input="And of Italy?", extra_body={"conversation": {"id": fork["id"]}, "seed": 1}, **turn
+        )
+        assert second.usage is not None and first.usage is not None
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+        counts = [len(client.conversations.items.list(name).data) for name in (session, fork["id"])]
+        assert counts == [2, 4]
+        assert post(f"/{fork['id']}/pin", ttl_s=60)["pinned_s"] == 60
+        explained: Any = client.get(f"/sessions/{fork['id']}/explain", cast_to=dict[str, Any])
+        assert explained["sequence"]["sentences"]
+        assert post(f"/{fork['id']}/rewind", tokens=first.usage.total_tokens)["removed_items"] == 2
+        again = client.responses.create(input="And of Italy?", conversation=fork["id"], **turn)
+        assert again.output_text == second.output_text
+        for name in (session, fork["id"]):
+            client.delete(f"/sessions/{name}", cast_to=dict[str, Any])
+        with pytest.raises(openai.NotFoundError):
+            post(f"/{session}/fork", n=1)
+        for response in (first, second, again):
+            client.responses.delete(response.id)
+
+
 def test_anthropic_messages_whole_and_streamed(served: Served) -> None:
     with served.anthropic() as client:
         greedy: dict[str, Any] = {

@@ -126,6 +126,9 @@ def test_openai_agents(stage: Stage, home: Home, python: Python) -> None:
     assert stored["following"] == FOUND["next"] and stored["session"] == [FOUND["tool"], FOUND["next"]]
     assert stored["kinds"].count("function_call") == stored["kinds"].count("function_call_output") == 1
     assert (stored["last"], stored["background"]) == ("assistant", FOUND["whole"])
+    assert stored["forked"] == FOUND["next"], "a fork of the session knows the turn before"
+    trunk, branch = stored["sizes"]
+    assert branch == trunk + 2 and stored["removed"] == trunk
     passed = {"passed": ["The colleague answers.", "colleague"]}
     assert found == dict.fromkeys(("chat", "responses"), FOUND | passed)
     assert stage.refused() == []

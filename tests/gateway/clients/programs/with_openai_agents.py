@@ -80,6 +80,17 @@ async def stored(client: AsyncOpenAI) -> dict[str, Any]:
     kinds = [item.get("type", "message") for item in await session.get_items()]
     last = await session.pop_item()
     await session.clear_session()
+    # A session of the service is a conversation too, which can be forked and taken back.
+    tree = await client.post("/sessions", cast_to=dict[str, Any], body={"metadata": {"agent": "one"}})
+    trunk = OpenAIConversationsSession(conversation_id=tree["id"], openai_client=client)
+    await Runner.run(agent, RAIN, session=trunk)
+    forks = await client.post(f"/sessions/{tree['id']}/fork", cast_to=dict[str, Any], body={"n": 1})
+    branch = OpenAIConversationsSession(conversation_id=forks["data"][0]["id"], openai_client=client)
+    forked = await Runner.run(agent, TOMORROW, session=branch)
+    sizes = [len(await each.get_items()) for each in (trunk, branch)]
+    rewound = await client.post(f"/sessions/{tree['id']}/rewind", cast_to=dict[str, Any], body={"item": ""})
+    for each in (trunk, branch):
+        await client.delete(f"/sessions/{await each._get_session_id()}", cast_to=dict[str, Any])
     background = await client.responses.create(model="scripted", input=HELLO, background=True)
     while background.status in ("queued", "in_progress"):
         background = await client.responses.retrieve(background.id)
@@ -88,6 +99,9 @@ async def stored(client: AsyncOpenAI) -> dict[str, Any]:
         "session": in_session,
         "kinds": kinds,
         "last": last["role"] if last else None,
+        "forked": forked.final_output,
+        "sizes": sizes,
+        "removed": rewound["removed_items"],
         "background": background.output_text,
     }
 
