@@ -85,5 +85,5 @@ def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
     count = CODES[code]
     bits = 16 // count
     wide = words.transpose(-2, -3).int() & 0xFFFF
-    parts = [(wide >> (bits * place)) & ((1 << bits) - 1) for place in range(count)]
-    return torch.stack(parts, -2).to(torch.uint8).flatten(-3)
+    parts = [((wide >> (bits * place)) & ((1 << bits) - 1)).to(torch.uint8) for place in range(count)]
+    return torch.stack(parts, -2).flatten(-3)

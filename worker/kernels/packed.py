@@ -270,19 +270,31 @@ def _compare_quantised(quantised: QuantisedWeight, kind: str, weight: torch.Tens
     numbers = torch.full((rows + 1, weight.shape[1]), float("nan"))
     x = numbers[:rows].normal_(generator=generator)
     x *= torch.logspace(-3, 3, rows)[:, None]
-    seen, widened = quantised.seen(x), quantised.widened()
+    seen = quantised.seen(x)
+    apart, largest, first, parts = torch.zeros(()), torch.zeros(()), 0, []
+    for numbers in quantised.pieces():
+        original = weight[first : first + len(numbers)].float()
+        first += len(numbers)
+        apart = torch.maximum(apart, (numbers - original).abs().max())
+        largest = torch.maximum(largest, original.abs().max())
+        parts.append(linear(seen, numbers))
     # Half a level of x is 1/254 of its row's largest rotated number. Half a level of a weight is the same, or 1/30 of a
     # group's range; a file's levels may be worse than the nearest.
-    if problem := _difference(seen, x, 5e-2) or _difference(widened, weight, 5e-2 if kind == "int8" else 0.2):
+    tolerance = 5e-2 if kind == "int8" else 0.2
+    if problem := _difference(seen, x, 5e-2) or _problem_of(apart, largest, tolerance):
         return problem
     of_one_size = x.abs().amax(1, keepdim=True)
-    got, want = _product(x, quantised, None), linear(seen, widened)
+    got, want = _product(x, quantised, None), torch.cat(parts, 1)
     return _difference(got / of_one_size, want / of_one_size, QUANTISED_TOLERANCE[kind])
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     got, want = got.float(), want.float()
-    difference = float((got - want).abs().max() / want.abs().max().clamp_min(1e-6))
+    return _problem_of((got - want).abs().max(), want.abs().max(), tolerance)
+
+
+def _problem_of(apart: torch.Tensor, largest: torch.Tensor, tolerance: float) -> str:
+    difference = float(apart / largest.clamp_min(1e-6))
     if not difference <= tolerance:
         return f"it differs from the reference by {difference:.1e} of the largest number"
     return ""

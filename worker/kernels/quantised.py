@@ -29,6 +29,7 @@ GROUP = 32  # numbers of a row that share a scale in int4
 TILE = 64  # rows of a weight per tile of torch's layout on AVX-512
 WIDENED_ROWS = 128  # rows of x; see benchmarks/NOTES.md, "CPU: quantised weights"
 WIDENED_NUMBERS = 1 << 21  # numbers of a weight widened at once
+QUANTISED_NUMBERS = 1 << 21  # numbers of a weight that are quantised or compared at once
 LEVELS = 127  # int8 levels on either side of 0; int4 has 15 above its minimum
 ROTATED = 128  # most columns rotated together; fewer if this power of 2 does not divide k
 SMALLEST = 1e-30  # scale of a row of zeros, to avoid division by 0
@@ -69,6 +70,10 @@ class QuantisedWeight(torch.Tensor):
     def widened(self) -> torch.Tensor:
         """Return the represented numbers, [n, k] float32, new."""
 
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield the represented numbers of some rows after the other, [rows, k] float32."""
+        yield self.widened()
+
     @abstractmethod
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """Return x as `product` rounds it, [tokens, k] float32."""
@@ -108,8 +113,13 @@ class Int8Weight(QuantisedWeight):
 
     def widened(self) -> torch.Tensor:
         """Implement `QuantisedWeight.widened`."""
-        rotated = self._packed.to_dense().t().float().mul_(self._scales[:, None] * LEVELS)
-        return rotate(rotated, self._rotation)
+        return torch.cat(list(self.pieces()))
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Implement `QuantisedWeight.pieces`."""
+        levels, scales = self._packed.to_dense().t(), self._scales[:, None] * LEVELS
+        for rows in _pieces_of(*levels.shape):
+            yield rotate(levels[rows].float().mul_(scales[rows]), self._rotation)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """Implement `QuantisedWeight.seen`."""
@@ -197,7 +207,11 @@ class Int4Weight(QuantisedWeight):
 
     def __init__(self, n: int, k: int, groups: Groups) -> None:
         assert (n, k) == groups.levels.shape
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.levels.int(), 1)
+        packed = [
+            torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.levels[rows].int(), 1)
+            for rows in _pieces_of(n, k, TILE)
+        ]
+        self._packed = torch.cat(packed)
         # The kernel subtracts 8 from each level, so its zero is the value of level 8.
         zeros = groups.lows + 8 * groups.scales
         both = torch.stack((groups.scales.t(), zeros.t()), dim=2)
@@ -221,10 +235,16 @@ class Int4Weight(QuantisedWeight):
 
     def widened(self) -> torch.Tensor:
         """Implement `QuantisedWeight.widened`."""
+        return torch.cat(list(self.pieces()))
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Implement `QuantisedWeight.pieces`."""
         n, k = self.shape
-        scales, zeros = self._scales_and_zeros.float().unbind(2)
-        levels = self._levels(slice(None)).float().view(k // GROUP, GROUP, n) - 8
-        return (levels * scales[:, None] + zeros[:, None]).view(k, n).t().contiguous()
+        for rows in _pieces_of(n, k, TILE):
+            scales, zeros = self._scales_and_zeros[:, rows].float().unbind(2)
+            tiles = slice(rows.start // TILE, rows.stop // TILE)
+            levels = self._levels(tiles).float().view(k // GROUP, GROUP, -1) - 8
+            yield (levels * scales[:, None] + zeros[:, None]).view(k, -1).t().contiguous()
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """Implement `QuantisedWeight.seen`."""
@@ -279,12 +299,21 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 def quantise_int8(weight: torch.Tensor) -> Int8Weight:
     """Quantise to the nearest levels; a row's largest number has the largest level. weight: [n, k], finite."""
-    rotation = rotation_of(weight.shape[1])
-    rotated = rotate(weight.detach().float(), rotation)
-    scales = rotated.abs().amax(1).clamp_min_(SMALLEST) / LEVELS
-    levels = rotated.div_(scales[:, None]).round_().to(torch.int8)
     n, k = weight.shape
+    rotation = rotation_of(k)
+    levels, scales = torch.empty((n, k), dtype=torch.int8), torch.empty(n)
+    for rows in _pieces_of(n, k):
+        rotated = rotate(weight.detach()[rows].float(), rotation)
+        scales[rows] = rotated.abs().amax(1).clamp_min_(SMALLEST) / LEVELS
+        levels[rows] = rotated.div_(scales[rows, None]).round_().to(torch.int8)
     return Int8Weight(n, k, levels, scales, rotation)
+
+
+def _pieces_of(n: int, k: int, multiple: int = 1) -> Iterator[slice]:
+    """Yield ranges of rows of a weight [n, k], each a multiple of rows, with about QUANTISED_NUMBERS numbers."""
+    step = max(1, QUANTISED_NUMBERS // (k * multiple)) * multiple
+    for first in range(0, n, step):
+        yield slice(first, min(first + step, n))
 
 
 def quantise_int4(weight: torch.Tensor) -> Groups:
@@ -296,7 +325,12 @@ def quantise_int4(weight: torch.Tensor) -> Groups:
     Returns:
         The groups.
     """
-    grouped = weight.detach().float().unflatten(1, (-1, GROUP))
+    parts = [_int4_groups(weight.detach()[rows]) for rows in _pieces_of(*weight.shape)]
+    return Groups(*(torch.cat([getattr(part, name) for part in parts]) for name in ("levels", "scales", "lows")))
+
+
+def _int4_groups(weight: torch.Tensor) -> Groups:
+    grouped = weight.float().unflatten(1, (-1, GROUP))
     smallest, largest = torch.aminmax(grouped, dim=2)
     # Rounded first, so that the levels are the nearest for the stored scales.
     scales = ((largest - smallest) / 15).clamp_min_(SMALLEST).to(torch.bfloat16).float()

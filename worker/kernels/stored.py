@@ -15,7 +15,7 @@ import torch
 from .code_tables import NAMES, WORDS, ZERO, numbers_of, pack, unit_columns, unpack
 from .quantised import QuantisedWeight
 
-WIDENED_NUMBERS = 1 << 24  # numbers that are widened at a time
+WIDENED_NUMBERS = 1 << 22  # numbers that are widened at a time
 SMALLEST = 1e-30  # scale of a group of zeros, to avoid division by 0
 TOP = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
 MADE_GROUPS = {"int8": 0, "e4m3": 0, "int4": 128}  # columns of a group that `quantise` makes; 0: all of a row
@@ -136,12 +136,14 @@ class Codes:
         others = self._changed(lambda each: each[..., groups, :].contiguous())
         return replace(self, words=words, scales=self.scales[..., groups, :].contiguous(), **others)
 
-    def widened(self) -> torch.Tensor:
-        """Return the represented numbers, [(experts,) n, k] float32, new."""
+    def widened(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the represented numbers, rounded to `dtype`, [(experts,) n, k], new."""
+        found = torch.empty(self.shape, dtype=dtype, device=self.words.device)
         if self.words.dim() == 4:
-            return torch.stack([self.of_expert(index).widened() for index in range(len(self.words))])
+            for index, expert in enumerate(found):
+                expert.copy_(self.of_expert(index).widened(dtype))
+            return found
         n, k = self.shape
-        found = torch.empty((n, k), device=self.words.device)
         step = max(1, WIDENED_NUMBERS // k // self.scaled_rows) * self.scaled_rows
         for first in range(0, n, step):  # so that little memory is needed beside the result
             rows = slice(first, min(first + step, n))
@@ -228,7 +230,7 @@ class StoredWeight(QuantisedWeight):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Implement `QuantisedWeight.product`: the reference of the kernels."""
-        return torch.nn.functional.linear(x, self.widened().to(x.dtype), bias)
+        return torch.nn.functional.linear(x, self._codes.widened(x.dtype), bias)
 
     def widened(self) -> torch.Tensor:
         """Implement `QuantisedWeight.widened`: [n, k], or [experts, n, k]."""

@@ -49,7 +49,7 @@ class CodedLinear(PackedRows):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [n, k] in the dtype of the model, a new tensor."""
-        return self._in_order(self.codes.widened()).to(self._stored.dtype)
+        return self._in_order(self.codes.widened(self._stored.dtype))
 
 
 def coded_linears(parts: Sequence[Any], orders: Sequence[torch.Tensor | None]) -> StoredWeight | None:

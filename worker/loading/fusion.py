@@ -321,7 +321,7 @@ def _join(
         together = tensors_together([part.weight for part in parts]) if packer is None and not reordered else None
         weight = together
         if weight is None:
-            weight = torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
+            weight = _joined(parts, rows_of)
         if bias is not None:
             bias = torch.cat([_in_order(part.bias, rows) for part, rows in zip(parts, rows_of, strict=True)])
     packed = None if packer is None else packer.pack(weight, parts, is_reordered=reordered)
@@ -358,6 +358,21 @@ def _join_coded(
             view = CodedLinear(joined, rows, None if bias is None else bias[rows], moved)
             setattr(owner, name, in_place_of(part, view))
     return Projection(joined, bias)
+
+
+def _joined(parts: Sequence[Any], rows_of: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the weights of projections one below the other, each in the order of its rows."""
+    if not any(isinstance(part, CodedLinear) for part in parts):
+        return torch.cat([_in_order(part.weight, rows) for part, rows in zip(parts, rows_of, strict=True)])
+    joined, first = None, 0
+    for part, rows in zip(parts, rows_of, strict=True):  # one by one: weights in codes are expanded for this
+        weight = _in_order(part.weight, rows)
+        if joined is None:
+            joined = weight.new_empty((sum(map(_rows_of, parts)), weight.shape[1]))
+        joined[first : first + len(weight)] = weight
+        first += len(weight)
+    assert joined is not None, "there are parts"
+    return joined
 
 
 def _in_order(tensor: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

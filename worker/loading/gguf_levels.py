@@ -100,7 +100,7 @@ class _Reader:
         if codes is None:
             return None
         wanted = weight.to(self._device)
-        numbers = codes.widened().to(self._dtype)
+        numbers = codes.widened(self._dtype)
         for order in orders:
             if torch.equal(numbers if order is None else numbers[order.to(self._device)], wanted):
                 return codes if order is None else codes.in_row_order(order)
@@ -126,7 +126,7 @@ class _Reader:
         for index, numbers in enumerate(wanted):
             mine = [each.rows(slice(index * rows, (index + 1) * rows)) for each in parts if each is not None]
             joined = join_alike(mine) if len(mine) == len(tensors) else None
-            if joined is None or not torch.equal(joined.widened().to(self._dtype), numbers.to(self._device)):
+            if joined is None or not torch.equal(joined.widened(self._dtype), numbers.to(self._device)):
                 return None
             found.append(joined)
         return stack_experts(found)

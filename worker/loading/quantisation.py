@@ -198,7 +198,7 @@ class Packer:
 
     def _pack_codes(self, weight: StoredWeight) -> torch.Tensor:
         """Pack the weight of one expert."""
-        numbers, quantisation = weight.widened().to(weight.dtype), self._quantisation
+        numbers, quantisation = weight.codes.widened(weight.dtype), self._quantisation
         if quantisation is None:
             return self._operations.pack(numbers)
         groups = groups_of_codes(weight.codes) if quantisation.kind == "int4" else None

@@ -243,7 +243,7 @@ class QuantisedReader:
             made._parameters["bias"] = part._parameters.get("bias")
             setattr(owner, last, made)
             return
-        part._parameters["weight"] = torch.nn.Parameter(codes.widened().to(self._dtype), requires_grad=False)
+        part._parameters["weight"] = torch.nn.Parameter(codes.widened(self._dtype), requires_grad=False)
 
     def _put_experts(self, module: Any, path: str, last: str, codes: Codes, is_transposed: bool) -> None:
         codes = codes.to(self._device.torch_device)
@@ -254,6 +254,6 @@ class QuantisedReader:
         shape = (experts, k, n) if is_transposed else (experts, n, k)
         filled = torch.empty(shape, dtype=self._dtype, device=codes.words.device)
         for index in range(experts):
-            wide = codes.of_expert(index).widened()
+            wide = codes.of_expert(index).widened(self._dtype)
             filled[index] = wide.t() if is_transposed else wide
         module.get_submodule(path)._parameters[last] = torch.nn.Parameter(filled, requires_grad=False)

@@ -183,6 +183,8 @@ def _read(
             progress("reading weights", number / len(coded))
             assert quantised is not None
             quantised.read(module, name, shapes[name], mine.cut(name), of)
+            if device.computes_on_cores:
+                device.release_cached()  # the C library keeps what a repacked tensor took
     if quantised is not None:
         quantised.finish(module)
         used |= quantised.used
