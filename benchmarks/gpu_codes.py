@@ -4,10 +4,11 @@
 
 Dummy weights of a known shape; every time is of a graph's replay, with the weights of every layer in turn, so that no
 weight is in the cache when it is read. --weights names a `weight_dtype`, or mxfp4: then the experts alone have codes,
-random ones in groups of 32, as gpt-oss is published. An operation's floor is the larger of its weight bytes over the
-read bandwidth and its operations over the matrix rate of 16 bits, both measured in the same run. A step's floor adds
-its K and V; of experts it counts those that a step reads, if tokens choose them at random. --sweep times the products
-with other tiles, the fastest first.
+random ones in groups of 32, as gpt-oss is published; or nvfp4, nf4, or a type of GGUF files (q4_k, q6_k, q8_0): then
+all projections have random codes, and the head stays in 16 bits. An operation's floor is the larger of its weight bytes
+over the read bandwidth and its operations over the matrix rate of 16 bits, both measured in the same run. A step's
+floor adds its K and V; of experts it counts those that a step reads, if tokens choose them at random. --sweep times the
+products with other tiles, the fastest first.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from triton.runtime.errors import OutOfResources
 
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import LayerOperations, stored_experts, stored_linear
-from kvforge.worker.kernels.code_tables import pack
+from kvforge.worker.kernels.code_tables import CODES, pack, unit_columns
 from kvforge.worker.kernels.decoder import FusedDecoder
-from kvforge.worker.kernels.layer_weights import FusedLayer, MixtureOfExperts
+from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, MixtureOfExperts, Projection
 from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.kernels.stored import Codes, StoredWeight
 from kvforge.worker.kernels.stored_linear import StoredTiles
@@ -45,6 +46,14 @@ from .gpu_timing import measure_us
 from .report import report
 
 MXFP4_GROUP = 32
+# By the name of a format: code, columns of a group (0: all), what groups have beside scales.
+FORMATS = {
+    "nvfp4": ("e2m1", 0, "factors"),
+    "nf4": ("nf4", 64, ""),
+    "q4_k": ("int4", 32, "lows"),
+    "q6_k": ("int8", 16, ""),
+    "q8_0": ("int8", 32, ""),
+}
 PERIOD = 2  # layers with windows and without take turns in gpt-oss
 # Rows, tokens, warps, stages. On Hopper all have the same bits.
 SWEPT = {
@@ -201,6 +210,36 @@ def random_codes(shape: tuple[int, ...], like: torch.Tensor) -> StoredWeight:
     return StoredWeight(Codes("e2m1", torch.stack(parts), scales), like.dtype)
 
 
+def codes_of_format(n: int, k: int, kind: str, device: torch.device) -> Codes:
+    """Return random codes of one of FORMATS, [n, k]."""
+    code, group, extra = FORMATS[kind]
+    codes = torch.randint(256 if CODES[code] == 2 else 16, (n, k), dtype=torch.uint8, device=device)
+    scales = torch.rand((k // group if group else 1, n), device=device) * (1e-4 if code == "int8" else 1e-3)
+    lows = scales * -7.5 if extra == "lows" else None
+    factors = None
+    if extra == "factors":  # 0.5 to 7.5
+        four = torch.randint(0x30, 0x50, (k // unit_columns(code), n, 4), dtype=torch.uint8, device=device)
+        factors = four.view(torch.int32).squeeze(-1)
+    return Codes(code, pack(codes, code), scales, lows=lows, factors=factors)
+
+
+def with_codes(fused: FusedDecoder, kind: str) -> FusedDecoder:
+    """Return the decoder with random codes in place of the numbers of all projections of its layers."""
+
+    def coded(projection: Projection) -> Projection:
+        n, k = projection.weight.shape
+        codes = codes_of_format(n, k, kind, fused.table.device)
+        return replace(projection, weight=StoredWeight(codes, projection.weight.dtype))
+
+    def changed(layer: FusedLayer) -> FusedLayer:
+        feed = layer.feed
+        assert isinstance(feed, FeedForward), "of a dense model"
+        feed = replace(feed, gate_up=coded(feed.gate_up), down=coded(feed.down))
+        return replace(layer, projected=coded(layer.projected), output=coded(layer.output), feed=feed)
+
+    return replace(fused, layers=tuple(map(changed, fused.layers)))
+
+
 def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int) -> Iterator[tuple[str, float]]:
     """Yield the fastest tiles of an operation, with microseconds of a call."""
     times: dict[str, float] = {}
@@ -228,7 +267,9 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--weights", default="fp8", help="dtype, fp8, int8, int4, or mxfp4 for experts [fp8]")
+    parser.add_argument(
+        "--weights", default="fp8", help=f"dtype, fp8, int8, int4, mxfp4 for experts, {', '.join(FORMATS)} [fp8]"
+    )
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--device", default="auto")
@@ -241,10 +282,13 @@ def main() -> None:
         with torch.inference_mode():
             model, fused = load_with_mxfp4_experts(arguments.model, device)
     else:
-        kind, size = arguments.weights, BLOCK_SIZE
+        kind, size = "dtype" if arguments.weights in FORMATS else arguments.weights, BLOCK_SIZE
         model = load_model(arguments.model, load_format="dummy", weight_dtype=kind, device=device, block_size=size)
         assert model.fused is not None, "this model's layers are not fused"
         fused = model.fused
+        if arguments.weights in FORMATS:
+            with torch.inference_mode():
+                fused = with_codes(fused, arguments.weights)
     rows: list[list[object]] = []
     results: list[dict[str, object]] = []
 
