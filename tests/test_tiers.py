@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fresh import DAY, SEEDS_A_DAY, headline, seeds_of
-from tests.tiers import EXCEPTIONS, FOLDERS, TIERS, tier_of
+from tests.tiers import EXCEPTIONS, FOLDERS, LONG, TIERS, tier_of
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("tests/**/test_*.py"))]
@@ -21,6 +21,12 @@ def test_every_folder_has_one_tier() -> None:
     listed = [folder for folders in FOLDERS.values() for folder in folders]
     assert sorted(listed) == sorted({file.rpartition("/")[0] for file in FILES}), "one entry for each folder with tests"
     assert tier_of("tests/nowhere/test_new.py::test_something") is None
+
+
+def test_long_files_exist_and_come_first(request: pytest.FixtureRequest) -> None:
+    assert set(FILES) > LONG
+    files = [item.nodeid.partition("::")[0] in LONG for item in request.session.items]
+    assert files == sorted(files, reverse=True)
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)

@@ -455,7 +455,7 @@ def test_who_hangs_up_or_gives_up_waiting_ends_the_request(served: Served) -> No
 
 def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, tmp_path: Path) -> None:
     """Killed in the middle of a stream; its successor continues after the last received event."""
-    asked = {"messages": QUESTION, "max_tokens": 120, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
+    asked = {"messages": QUESTION, "max_tokens": 64, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
     with Gateway(served.cluster.runtime, tmp_path, f'names = ["{NAME}"]\n') as gateway:
         whole = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, headers={"idempotency-key": "undisturbed"})
         last, text = 0, ""
@@ -464,11 +464,11 @@ def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, 
             try:
                 for last, piece in numbered(stream.iter_lines()):
                     text += piece
-                    if last == 20:
+                    if last == 12:
                         gateway.kill()
             except httpx.RemoteProtocolError:
                 pass
-        assert 20 <= last < 120
+        assert 12 <= last < 64
         gateway.start(gateway.port)
         rest = httpx.post(
             f"{gateway.url}/v1/chat/completions",

@@ -51,7 +51,8 @@ def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2: Cluster) 
         case = CASES[0]
         check(
             case,
-            kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY, cache_salt="alone").result(120).tokens,
+            kv.submit(case["prompt_tokens"], max_tokens=AGAIN, sampling=GREEDY, cache_salt="alone").result(120).tokens,
+            AGAIN,
         )
         smollm2.start_worker("w1")
         smollm2.wait_workers(kv, 2)

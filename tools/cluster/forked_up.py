@@ -1,4 +1,4 @@
-"""`kvforge up` whose workers are forked: `python -m tools.cluster.forked_up ARGUMENTS`, in a child of a fork server.
+"""`kvforge up` with forked workers: `python -m tools.cluster.forked_up ARGUMENTS`, in a child of a fork server.
 
 For tests of what the supervisor does with its workers, not of how a worker starts. A worker is forked by a process that
 has imported torch and is a child of the supervisor. It gets the arguments, environment, output, process group and leash

@@ -4,11 +4,11 @@ A plain import pulls in torch's compiler (through decorators that exclude functi
 torch's distributed tensors: 130 MB of resident memory and 2 s for code that serving never runs. During this import, a
 stand-in with inert decorators replaces the compiler package, and torch reports that it was built without its
 distributed part, as some builds are. torchvision, which transformers imports where it is installed, is hidden: it needs
-the compiler, and no text needs it. While a model is built on the meta device, torch asks for each size whether it is a
-symbol and imports sympy for that (33 MB), so both have stand-ins too. If scipy or scikit-learn is installed, a stand-in
-also replaces the package of one function that losses for object detection (0.5 s) or assisted generation (2 s) import.
-Later imports of the compiler, of symbols or of these get the real modules, and so does code that imports a part of the
-compiler meanwhile.
+the compiler, and no text needs it. boto3, which accelerate imports for a service of Amazon, is hidden too. While a
+model is built on the meta device, torch asks for each size whether it is a symbol and imports sympy for that (33 MB),
+so both have stand-ins too. If scipy or scikit-learn is installed, a stand-in also replaces the package of one function
+that losses for object detection (0.5 s) or assisted generation (2 s) import. Later imports of the compiler, of symbols
+or of these get the real modules, and so does code that imports a part of the compiler meanwhile.
 
 With GPU builds of torch only versions of transformers that were tried are imported this way. If another one needed more
 of the compiler, it could not be imported anew: the parts of torch that it had reached cannot be unloaded halfway.
@@ -40,7 +40,7 @@ COMPILER = "torch._dynamo"
 TRIED = ((5, 17), (5, 25))  # versions of transformers, the second one excluded, for GPU builds
 SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 OPTIMISERS, METRICS = "scipy.optimize", "sklearn.metrics"
-HIDDEN = "torchvision"
+HIDDEN = "torchvision", "boto3"
 ALONE = f"{COMPILER}._trace_wrapped_higher_order_op"  # a part of the compiler that imports no other, wanted for masks
 # Modules of transformers that this package uses directly or on first use.
 WANTED = (
@@ -113,9 +113,9 @@ def less_of_torch() -> Iterator[None]:
         others.append(StandIn(METRICS, {"roc_curve": _roc_curve}))
     stand_ins = [compiler, *(each for each in others if each.__name__ not in sys.modules)]
     sys.modules.update({each.__name__: each for each in stand_ins})
-    hides = HIDDEN not in sys.modules
-    if hides:
-        sys.modules[HIDDEN] = None  # type: ignore[assignment]  # import's own sign of a module that is not there
+    hidden = [name for name in HIDDEN if name not in sys.modules]
+    # import's own sign of a module that is not there
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     parts = CompilerParts()
     sys.meta_path.insert(0, parts)
     kept, torch.distributed.is_available = torch.distributed.is_available, lambda: False
@@ -124,8 +124,8 @@ def less_of_torch() -> Iterator[None]:
     finally:
         torch.distributed.is_available = kept
         sys.meta_path.remove(parts)
-        if hides:
-            del sys.modules[HIDDEN]
+        for name in hidden:
+            del sys.modules[name]
         for each in stand_ins:
             each.step_aside()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvforge.worker.device.device import Device, built_for_gpus
-from kvforge.worker.loading import find_source, gguf_read_once, read_config
+from kvforge.worker.loading import find_source, gguf_read_once, lazy_compiler, read_config
 from kvforge.worker.loading.lazy_compiler import LEAVES_OUT
 from kvforge.worker.loading.model import LoadedModel
 from tests.forked import Scripts
@@ -96,8 +96,11 @@ print(*found, utils.__spec__.loader.__class__.__name__, torch.compile(abs, backe
 
 
 @leaves_out
-def test_torchvision_is_not_imported_with_transformers(tmp_path: Path, run: Callable[[str], str]) -> None:
-    """transformers imports torchvision where it is installed, and torchvision imported parts of the compiler."""
+def test_torchvision_and_boto3_are_not_imported_with_transformers(tmp_path: Path, run: Callable[[str], str]) -> None:
+    """transformers imports torchvision where it is installed, and torchvision imported parts of the compiler.
+    accelerate imports boto3."""
+    (tmp_path / "boto3").mkdir()
+    (tmp_path / "boto3" / "__init__.py").touch()
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("from torch._dynamo.utils import is_compile_supported\n")
     (tmp_path / "torchvision-0.26.0.dist-info").mkdir()
@@ -107,11 +110,11 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import kvforge.worker.loading.lazy_compiler
 from transformers.loss import loss_utils
-before = "torchvision" in sys.modules, "torch._dynamo" in sys.modules
-import torchvision
-print(*before, torchvision.is_compile_supported.__name__)
+before = [name in sys.modules for name in ("torchvision", "torch._dynamo", "accelerate", "boto3")]
+import boto3, torchvision
+print(*before, torchvision.is_compile_supported.__name__, boto3.__file__ is not None)
 """
-    assert run(code) == "False False is_compile_supported"
+    assert run(code) == "False False True False is_compile_supported True"
 
 
 @leaves_out
@@ -175,6 +178,13 @@ def test_of_a_vocabulary_only_the_size_is_read(tiny: Callable[..., LoadedModel],
 
 
 @pytest.mark.parametrize(("version", "whole"), [("5.17.0", False), ("5.24.1", False), ("5.16.9", True), ("6.0", True)])
+def test_which_versions_are_tried(version: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_compiler, "built_for_gpus", lambda: True)
+    monkeypatch.setattr(lazy_compiler.metadata, "version", lambda _: version)
+    assert lazy_compiler._leaves_out() == (not whole)
+
+
+@pytest.mark.parametrize(("version", "whole"), [("5.24.1", False), ("5.16.9", True)])
 def test_with_a_build_for_gpus_only_versions_that_were_tried_get_less(
     version: str, whole: bool, run: Callable[[str], str]
 ) -> None:
