@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvforge import SamplingParams
-from tests.worker.loading.random_models import HYBRIDS, save
+from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
@@ -27,6 +27,7 @@ def say(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[int, ..
     return tuple(tokens[len(prompt) :])
 
 
+@NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
 @pytest.mark.parametrize(("name", "pages"), [("granite", 4), ("qwen3_next", 2)])
 def test_states_through_hits_forks_rewinds_preemption_and_deaths(name: str, pages: int, tmp_path: Path) -> None:

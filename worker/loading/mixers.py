@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self, cast
 
 import torch
+import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.states import StateTensor
@@ -33,6 +34,8 @@ MIXING = "kvforge_mixing"
 RECURRENT = "update_recurrent_state("
 CALLS = ("update_conv_state(", RECURRENT)
 CONTINUES = "initial_state"  # an argument of every form for a chunk that continues a state
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a mixer's argument: since 5.24, and before
+FIRST_VERSION = "5.21"  # of transformers, with the cache's interface
 
 
 class RowCache:
@@ -100,6 +103,9 @@ class RowCache:
         return False
 
 
+Mixing = Callable[[torch.Tensor, RowCache], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class MixerBinding:
     """Attached to a mixer.
@@ -121,6 +127,19 @@ class MixerBinding:
     def empty(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Return a state of zeros."""
         return {each.name: torch.zeros(each.shape, dtype=each.dtype, device=device) for each in self.states}
+
+
+def check_version(name: str) -> None:
+    """Check that transformers keeps recurrent states behind the interface of `RowCache`.
+
+    Raises:
+        UnsupportedModel: It keeps them otherwise.
+    """
+    if not hasattr(transformers.Cache, "get_conv_state"):
+        found = f"transformers {transformers.__version__} keeps it in another way"
+        raise UnsupportedModel(
+            name, f"its layers keep a recurrent state, and {found}: install {FIRST_VERSION} or a later one"
+        )
 
 
 def mixers_of(module: Any) -> list[Any]:
@@ -165,11 +184,11 @@ class Recorder:
             part.__dict__.pop("forward", None)
 
     def _recording(self, index: int, part: Any) -> Any:
-        forward = part.forward
+        mix = _mixing(part)
 
         def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             held, finder = RowCache(), ProjectionFinder(part)
-            mixed: torch.Tensor = forward(hidden_states, cache=held)
+            mixed = mix(hidden_states, held)
             self._found[index] = held.state
             self.projections[index] = finder.found(hidden_states, mixed)
             return mixed
@@ -215,7 +234,7 @@ def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor,
         own = tuple(each for each in states if each.layer == index)
         binding = MixerBinding(index, _chunk_of(part), own, recorder.projections[index], context)
         part.__dict__[MIXING] = binding
-        part.forward = _bound(binding, part.forward)
+        part.forward = _bound(binding, part)
     return math.lcm(*(part.__dict__[MIXING].chunk for part in mixers))
 
 
@@ -228,25 +247,39 @@ def _chunk_of(part: Any) -> int:
     return chunk if isinstance(chunk, int) and chunk > 0 else DEFAULT_CHUNK
 
 
-def _bound(binding: MixerBinding, forward: Any) -> Any:
+def _mixing(part: Any) -> Mixing:
+    """Return a function that runs a mixer over hidden states [1, tokens, hidden size] with a cache."""
+    forward, named = part.forward, inspect.signature(part.forward).parameters
+    name = next((each for each in CACHE_NAMES if each in named), CACHE_NAMES[0])
+
+    def mix(hidden: torch.Tensor, held: RowCache) -> torch.Tensor:
+        mixed: torch.Tensor = forward(hidden, **{name: held})
+        return mixed
+
+    return mix
+
+
+def _bound(binding: MixerBinding, part: Any) -> Any:
+    forward, mix = part.forward, _mixing(part)
+
     def run(hidden_states: torch.Tensor, *given: Any, **keywords: Any) -> torch.Tensor:
         context = binding.context
         if context.batch is not None:
-            return _mixed(binding, forward, hidden_states)
+            return _mixed(binding, mix, hidden_states)
         if context.separate:
-            return _separate(binding, forward, hidden_states)
+            return _separate(binding, mix, hidden_states)
         mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
         return mixed
 
     return run
 
 
-def _mixed(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Tensor:
     """Run a mixer over the rows of a step, one after the other.
 
     Args:
         binding: The mixer's binding.
-        forward: The mixer's own forward.
+        mix: The mixer itself.
         hidden: [1, tokens, hidden size].
 
     Returns:
@@ -263,18 +296,18 @@ def _mixed(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.T
             first = int(batch.query_starts[row]) - start
             for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
                 held = RowCache(state)
-                parts.append(forward(tokens.part(first + begin, first + end), cache=held))
+                parts.append(mix(tokens.part(first + begin, first + end), held))
                 state = held.state
             assert state is not None, "a row without tokens"
             pool.states.store(binding.index, pages, state)
     return tokens.result(parts)
 
 
-def _separate(binding: MixerBinding, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+def _separate(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Tensor:
     """Run a mixer over each token alone, behind a state of zeros. hidden: [1, tokens, hidden size]."""
     with binding.projections.over(hidden) as tokens:
         parts = [
-            forward(tokens.part(place, place + 1), cache=RowCache(binding.empty(hidden.device)))
+            mix(tokens.part(place, place + 1), RowCache(binding.empty(hidden.device)))
             for place in range(hidden.shape[1])
         ]
     return tokens.result(parts)

@@ -31,7 +31,7 @@ from kvforge.worker.device.device import Device
 from .description import Latent
 from .families import counts_positions, latent_of
 from .latents import sizes_of
-from .mixers import Recorder, bind_mixers, mixers_of
+from .mixers import Recorder, bind_mixers, check_version, mixers_of
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
 from .rope import context_range
 
@@ -143,6 +143,8 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     mixers = mixers_of(module)
     if not mixers and getattr(module, "_is_stateful", False) and not _attends_alone(module.config):
         raise UnsupportedModel(name, "its layers keep a recurrent state in a cache of their own")
+    if mixers:
+        check_version(name)
     with Recorder(module) as recorder:
         calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
     layers = int(module.config.get_text_config(decoder=True).num_hidden_layers)

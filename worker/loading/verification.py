@@ -34,6 +34,7 @@ from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.kernels.wide import WideOperations
 
 from .families import counts_positions
+from .mixers import MIXING
 from .model import ATTENTION_NAME, LoadedModel, use_attention
 from .probe import RECORDED_TOKENS, query_norms
 
@@ -167,20 +168,23 @@ def in_float32(module: Any) -> Iterator[None]:
     """Compute in float32 from the model's weights.
 
     Each part's weights are widened when it is called and restored when it returns, so that only one part's exist twice.
+    A layer with a recurrent state reads weights of its parts without calling them: they are widened with it.
     """
-    kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    kept: dict[int, list[list[tuple[dict[str, Any], dict[str, Any]]]]] = {}
 
     def widen(part: Any, _arguments: Any) -> None:
-        for held in (part._parameters, part._buffers):
+        parts = part.modules() if MIXING in part.__dict__ else (part,)
+        tables = [held for each in parts for held in (each._parameters, each._buffers)]
+        kept.setdefault(id(part), []).append([])
+        for held in tables:
             narrow = {name: tensor for name, tensor in held.items() if _is_narrow(tensor)}
-            kept.setdefault(id(part), []).append((held, narrow))
+            kept[id(part)][-1].append((held, narrow))
             for name, tensor in narrow.items():
-                wide = tensor.detach().float()
-                held[name] = torch.nn.Parameter(wide, requires_grad=False) if held is part._parameters else wide
+                wide, is_parameter = tensor.detach().float(), isinstance(tensor, torch.nn.Parameter)
+                held[name] = torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
 
     def put_back(part: Any, *_: Any) -> None:
-        for _table in range(2):
-            held, narrow = kept[id(part)].pop()
+        for held, narrow in kept[id(part)].pop():
             held.update(narrow)
 
     hooks = []
@@ -193,8 +197,9 @@ def in_float32(module: Any) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         for left in kept.values():  # parts left by an exception before their hooks ran
-            for held, narrow in left:
-                held.update(narrow)
+            for tables in left:
+                for held, narrow in tables:
+                    held.update(narrow)
 
 
 def _is_narrow(tensor: torch.Tensor | None) -> bool:

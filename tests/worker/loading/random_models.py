@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
+from kvforge.worker.loading.mixers import FIRST_VERSION
 from tests.worker.conftest import TINY
 
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
@@ -139,7 +141,10 @@ MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d
 FOUR = {"num_hidden_layers": 4}
 THREE_LINEAR = {**FOUR, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
-# Models with layers that keep a recurrent state beside layers that attend.
+# Models with layers that keep a recurrent state beside layers that attend, and the tests of them.
+NEEDS_CACHE = pytest.mark.skipif(
+    not hasattr(transformers.Cache, "get_conv_state"), reason=f"transformers is older than {FIRST_VERSION}"
+)
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**MAMBA_2, "attn_layer_indices": [1], "num_hidden_layers": 3}),
     "falcon_h1": ("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 128}),  # both in every layer
@@ -178,6 +183,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 16,
             "linear_head_dim": 16,
             "linear_num_heads": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
         },
     ),
     "lfm2": ("lfm2", CONVOLUTIONS),

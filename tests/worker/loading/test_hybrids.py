@@ -7,6 +7,7 @@ are therefore compared with those that transformers' own cache gives for the sam
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,12 @@ from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attent
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.verification import verify
 
-from .random_models import HYBRIDS
+from .random_models import HYBRIDS, NEEDS_CACHE
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
+    NEEDS_CACHE,
+]
 LENGTHS = (127, 1, 65, 64)
 SCHEDULES = {
     "at once": [[127, 1, 65, 64]],
@@ -39,12 +43,14 @@ CHUNKS = {"jamba": 1, "bamba": 16, "falcon_h1": 16, "granite": 16, "nemotron_h":
 def cached_logits(model: LoadedModel, sequence: npt.NDArray[np.int64], counts: list[int]) -> torch.Tensor:
     """Return transformers' own logits [tokens, vocab], with its cache, for one sequence in the chunks of ours."""
     cache, parts, start = transformers.DynamicCache(config=model.module.config), [], 0
+    named = inspect.signature(model.module.forward).parameters
+    (name,) = (each for each in ("cache", "past_key_values") if each in named)
     use_attention(model.module, "eager")
     try:
         for count in counts:
             for begin, end in chunks(start, start + count, model.prompt_chunk):
                 ids, places = torch.as_tensor(sequence[begin:end])[None], torch.arange(begin, end)[None]
-                output = model.module(input_ids=ids, position_ids=places, cache=cache, use_cache=True)
+                output = model.module(input_ids=ids, position_ids=places, use_cache=True, **{name: cache})
                 parts.append(output.logits[0].float())
             start += count
         return torch.cat(parts)
@@ -92,18 +98,29 @@ def test_greedy_tokens_are_those_of_generate(
     assert logits[69:].argmax(-1).tolist() == whole[70:].tolist()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in HYBRIDS), ("qwen3_5", "float16"), ("jamba", "float16")]
+)
 def test_states_in_16_bits(
-    dtype: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+    name: str, dtype: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
-    """A convolution keeps its inputs in the model's dtype, a delta rule its state in float32."""
-    model_type, fields = HYBRIDS["qwen3_5"]
+    """A convolution keeps its inputs in the model's dtype, and transformers computes the others' states in float32."""
+    model_type, fields = HYBRIDS[name]
+    if name == "kimi_linear":  # random routers would choose other experts after another rounding
+        fields = fields | {"num_experts_per_tok": fields["num_local_experts"]}
     model = tiny(model_type, block_size=16, dtype=dtype, **fields)
-    kinds = {tensor.name: tensor.dtype for tensor in model.geometry.states}
-    assert serving_kernels(model)["states"] == "transformers' own: 3 layers, one row after the other"
-    assert kinds == {"conv 0": getattr(torch, dtype), "recurrent 0": torch.float32}
+    for tensor in model.geometry.states:
+        assert tensor.dtype == (getattr(torch, dtype) if tensor.name == "conv 0" else torch.float32)
     sequence = np.random.default_rng(5).integers(0, model.vocab_size, 70)
     assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_the_kernels_of_states_are_named(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = HYBRIDS[name]
+    layers = {"qwen3_5": 3, "lfm2": 2}[name]
+    wanted = f"transformers' own: {layers} layers, one row after the other"
+    assert serving_kernels(tiny(model_type, block_size=16, **fields))["states"] == wanted
 
 
 def test_a_state_that_is_not_carried_over_is_found_at_load(
@@ -177,6 +194,14 @@ def test_mixers_run_as_transformers_wrote_them_outside_a_step(tiny: Callable[...
     assert [part.__dict__[MIXING].index for part in (first, second)] == [0, 1]
     tokens = torch.randn(1, 9, 64)
     assert torch.equal(first(tokens), type(first).forward(first, tokens))
+
+
+def test_an_older_transformers_is_named(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.Cache, "get_conv_state")
+    model_type, fields = HYBRIDS["lfm2"]
+    reason = rf"lfm2 cannot be served: .*transformers {transformers.__version__} keeps it in another way: install 5\.21"
+    with pytest.raises(UnsupportedModel, match=reason):
+        tiny(model_type, block_size=16, **fields)
 
 
 def test_layers_that_attend_in_two_shapes_are_refused_by_name(

@@ -20,7 +20,7 @@ from kvforge.worker.step import memory
 from kvforge.worker.step.engine import Engine
 from kvforge.worker.step.runner import ModelRunner
 from tests.worker.conftest import TINY
-from tests.worker.loading.random_models import HYBRIDS
+from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
 
 
 def welcome(**fields: int) -> WorkerWelcome:
@@ -70,6 +70,7 @@ def test_the_largest_step_is_tried_within_all_limits(
     assert taken >= sizes << 20
 
 
+@NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
 def test_the_pages_of_states_are_tried_and_bounded(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch

@@ -17,9 +17,12 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading import mixers
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
-from tests.worker.loading.random_models import HYBRIDS
+from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
+    NEEDS_CACHE,
+]
 BLOCK_SIZE, WIDTH, SLOTS = 16, 8, 6
 Row = tuple[int, int, list[int], int]  # slot, start, tokens, sample
 
