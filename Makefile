@@ -31,7 +31,8 @@ help:
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # uv needs half of pip's processor time, a third for bytecode of modules that are never imported. pip installs what uv
-# cannot, as from an index that only pip's configuration names, and torch, whose builds that configuration may choose.
+# cannot, as from an index that only pip's configuration names, and torch, whose builds that configuration may choose,
+# without bytecode too.
 UV  := $(BIN)/uv pip --quiet install --python $(BIN)/python
 INSTALL := sh -c '{ test -x $(BIN)/uv && $(UV) "$$@" 2>/dev/null; } || exec $(PIP) install --quiet "$$@"' install
 
@@ -39,7 +40,7 @@ $(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvforge needs Python 3.11 or newer: make PYTHON=python3.x " + sys.argv[1])' "$(MAKECMDGOALS)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch first: a few minutes on a new machine)"
-	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
+	@$(PIP) install --quiet --no-compile $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@$(PIP) install --quiet uv || true
 	@touch $@
 
