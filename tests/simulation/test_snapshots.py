@@ -34,11 +34,12 @@ class Enough(Exception):
     """The world has reached the state that the test needs."""
 
 
-@pytest.fixture(params=[3, 5])
+@pytest.fixture(params=[(3, 0.0), (5, 0.0), (1, 1.0), (9, 1.0)])
 def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Snapshots]]:
     """A busy machine with running rows and waiting requests; its snapshots were set up at the start."""
-    settings, drawer = drawn(request.param)
-    world = World(settings, str(request.param), tmp_path)
+    seed, states = request.param
+    settings, drawer = drawn(seed, states)
+    world = World(settings, str(seed), tmp_path)
     machine = world.coordinator.machine
     snapshots = Snapshots(machine)
     snapshots.capture()
