@@ -126,8 +126,8 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
         policy: `lru` evicts idle client sequences when cached blocks do not suffice; `none` refuses the allocation.
         partial_tokens_min: A cached block that matches in at least this many tokens is copied instead of recomputed.
         zero_on_tenant_change: Workers zero a block that one tenant wrote before another tenant gets it.
-        checkpoint_tokens: Distance of checkpoints of the state of a model with recurrent layers, from which a prefix is
-            reused.
+        checkpoint_tokens: Tokens between two checkpoints of the state of a model with recurrent layers. A cached prefix
+            is used up to a checkpoint.
     """
 
     block_size: Count = 16

@@ -20,6 +20,7 @@ WORKER_BYTES = 3_000 + NAME_BYTES  # includes its memory breakdown
 BIAS_BYTES, BEGIN_BYTES = 15, 400
 BEGINS_BYTES_MAX = 8 << 20  # for the rows that begin in one step
 HOLDERS_LISTED_MAX = 1000
+COPY_BYTES = 12  # of one block, in a step
 
 
 def error_bytes(error: ErrorInfo) -> int:
@@ -53,6 +54,11 @@ def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> No
         if count > most:
             problem = f"must be at most {most}, not {count}: statistics of more do not fit a message"
             raise InvalidConfiguration(f"limits.{field}", problem)
+
+
+def state_blocks_most(sequences: int) -> int:
+    """Return how many blocks a recurrent state may take, so that a step may restore and copy that of each sequence."""
+    return FRAME_BYTES_MAX // 2 // (COPY_BYTES * 2 * sequences)
 
 
 def check_zeros(blocks: int) -> None:

@@ -96,6 +96,16 @@ def test_a_worker_with_states_that_do_not_fit_is_refused(announced: dict[str, An
     assert not driver.machine.cache.groups
 
 
+def test_a_worker_with_states_too_large_for_the_copies_of_a_step_is_refused() -> None:
+    driver = Driver(state_blocks_max=4096, sequences_max=1024)
+    worker = FakeWorker(driver.machine, 7, "hybrid", 64, model_info())
+    driver.apply(FromWorker(7, WorkerHello(rid=1, name="hybrid", pid=1)))
+    ready = msgspec.structs.replace(driver.ready(worker), wants_kinds=True, state_blocks=1366)
+    effects = driver.apply(FromWorker(7, ready))
+    (refusal,) = [e.message for e in effects if isinstance(e, ToWorker) and isinstance(e.message, Refused)]
+    assert "limits.sequences_max = 1024, steps can copy states of at most 1365" in refusal.error.message
+
+
 def test_prompts_are_cut_at_the_grid_whatever_the_budget() -> None:
     for step_tokens_max, cuts in ((30, [(0, 24)]), (12, [(0, 8), (8, 16), (16, 24)])):
         driver, worker = stateful(step_tokens_max=step_tokens_max)

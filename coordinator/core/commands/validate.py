@@ -22,6 +22,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
+from .. import sizes
 from ..cache.kv_cache_manager import KVCacheManager
 from ..limits import Bounds, Limits, microseconds
 from ..requests import prompt_logprobs
@@ -289,6 +290,12 @@ def _states(name: str, message: WorkerReady, limits: Limits) -> None:
         raise Conflict(
             f"worker {name!r}: the recurrent state of a sequence takes {message.state_blocks} blocks, more than "
             f"limits.state_blocks_max = {limits.bounds.state_blocks_max}: raise it, or cache.block_size"
+        )
+    if message.state_blocks > (most := sizes.state_blocks_most(limits.bounds.sequences_max)):
+        raise Conflict(
+            f"worker {name!r}: the recurrent state of a sequence takes {message.state_blocks} blocks; with "
+            f"limits.sequences_max = {limits.bounds.sequences_max}, steps can copy states of at most {most}: "
+            "lower it, or raise cache.block_size"
         )
     if message.prompt_chunk > limits.schedule.step_tokens_max:
         raise Conflict(
