@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 INSTALLERS = {"uv": "uv pip install"}  # others: pip's own command
 
@@ -20,6 +23,9 @@ def install_command(extra: str) -> str:
     Args:
         extra: a name of `[project.optional-dependencies]`, such as "worker".
     """
+    # Here, because every service imports this module: for a coordinator this would be a tenth of its imports.
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         found = distribution("kvforge")
     except PackageNotFoundError:  # a source tree on PYTHONPATH

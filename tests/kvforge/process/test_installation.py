@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib import metadata
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
 
-from kvforge.process import installation
 from kvforge.process.installation import install_command
 
 CASES = {
@@ -42,13 +44,18 @@ def test_the_command_names_the_source(name: str, tmp_path: Path, monkeypatch: py
     (info / "INSTALLER").write_text(installer)
     if record is not None:
         (info / "direct_url.json").write_text(json.dumps(record))
-    monkeypatch.setattr(installation, "distribution", lambda _name: PathDistribution(info))
+    monkeypatch.setattr(metadata, "distribution", lambda _name: PathDistribution(info))
     assert install_command("worker") == command
 
 
 def test_a_source_tree_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> PathDistribution:
-        raise installation.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(installation, "distribution", missing)
+    monkeypatch.setattr(metadata, "distribution", missing)
     assert install_command("tcp") == "pip install '.[tcp]' in the source tree"
+
+
+def test_a_coordinator_imports_no_metadata_of_distributions() -> None:
+    code = "import kvforge.coordinator.__main__, sys; sys.exit('importlib.metadata' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
