@@ -115,6 +115,7 @@ class PackedOperations(PlainOperations):
         for count, what in self._unchecked(weight, kind):
             compare = partial(_compare_quantised, quantised, kind, weight, count)
             require_right(self._device, "quantised product", what, compare, QUANTISED_WAY_OUT)
+        self._device.release_cached()  # the C library keeps the pieces, and the weight that it takes the place of
         return quantised
 
     def _unchecked(self, weight: torch.Tensor, kind: str) -> Iterator[tuple[int, str]]:
