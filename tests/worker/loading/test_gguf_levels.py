@@ -156,6 +156,19 @@ def test_experts_stay_in_their_levels(tmp_path: Path, kept: None) -> None:
 
 
 @runs_kernels
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_levels_are_quantised_anew_where_that_is_faster(model_type: str, tmp_path: Path, kept: None) -> None:
+    """`weight_dtype` makes codes of the levels that a file has, also of experts."""
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
+    path = file_of(tmp_path, {"blk.": "Q8_0"}, model_type, **(fields if model_type == "qwen3_moe" else {}))
+    model = load_model(path, dtype="float16", weight_dtype="int8", device=DEVICE, block_size=4, attention="reference")
+    assert model.fused is not None and model.info.weight_dtype == "int8"
+    weights = [each for each in model.fused.product_weights() if isinstance(each, StoredWeight)]
+    assert len(weights) >= 4 and {each.codes.name for each in weights} == {"int8"}
+    assert {each.codes.group for each in weights} == {256}, "a scale for each row"
+
+
+@runs_kernels
 def test_codes_that_are_not_the_models_numbers_are_not_taken(
     tmp_path: Path, kept: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
