@@ -7,8 +7,10 @@ bits therefore do not depend on other rows.
 
 A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
 Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,
-however it was scheduled; each generated token runs alone. transformers' Mamba 1 cannot continue a state with several
-tokens: there, each token of a prompt runs alone too.
+however it was scheduled; each generated token runs alone. The last chunk of a prompt may be incomplete: its state comes
+from its own tokens, and its results from a chunk of full length, so that a block of K and V has the same bits behind
+prompts of any length (`_last_chunk`). transformers' Mamba 1 cannot continue a state with several tokens: there, each
+token of a prompt runs alone too.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.states import StateTensor
 
 from .model import ForwardContext
-from .projections import ProjectionFinder, Projections
+from .projections import JoinedTokens, ProjectionFinder, Projections
 
 DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
 MIXING = "kvforge_mixing"
@@ -48,6 +50,10 @@ class RowCache:
     def __init__(self, state: dict[str, torch.Tensor] | None = None) -> None:
         self.state = dict(state) if state is not None else {}
         self._begun = state is not None
+
+    def copied(self) -> RowCache:
+        """Return a cache with copies of the tensors."""
+        return RowCache({name: tensor.clone() for name, tensor in self.state.items()} if self._begun else None)
 
     def get_conv_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the last inputs of a convolution, [1, channels, kernel], which the caller may change; None: none."""
@@ -289,6 +295,7 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Te
     assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
     assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
     parts = []
+    cuts_blocks = pool.block_size % binding.chunk != 0  # otherwise no full block lies in an incomplete chunk
     with binding.projections.over(hidden) as tokens:
         for row in range(len(batch.counts)):
             pages, start = batch.states[row].tolist(), int(batch.starts[row])
@@ -296,11 +303,37 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Te
             first = int(batch.query_starts[row]) - start
             for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
                 held = RowCache(state)
-                parts.append(mix(tokens.part(first + begin, first + end), held))
+                full = (begin // binding.chunk + 1) * binding.chunk
+                if end < full and cuts_blocks and not batch.generated[row]:
+                    parts.append(_last_chunk(mix, tokens, (first + begin, first + end), full - begin, held))
+                else:
+                    parts.append(mix(tokens.part(first + begin, first + end), held))
                 state = held.state
             assert state is not None, "a row without tokens"
             pool.states.store(binding.index, pages, state)
     return tokens.result(parts)
+
+
+def _last_chunk(mix: Mixing, tokens: JoinedTokens, place: tuple[int, int], count: int, held: RowCache) -> torch.Tensor:
+    """Run a mixer over an incomplete chunk of a prompt.
+
+    Its tokens have the bits that they have in a whole chunk: later tokens change no earlier one, but the length of a
+    tensor changes its rounding.
+
+    Args:
+        mix: The mixer.
+        tokens: The tokens of the step.
+        place: The chunk's tokens in the step, [first, end).
+        count: Tokens of the whole chunk.
+        held: The state, which is advanced by the chunk's own tokens alone.
+
+    Returns:
+        [1, end - first, hidden size].
+    """
+    first, end = place
+    mixed = mix(tokens.padded(first, end, count), held.copied())[:, : end - first]
+    mix(tokens.part(first, end), held)
+    return mixed
 
 
 def _separate(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Tensor:

@@ -76,11 +76,17 @@ class JoinedTokens:
 
     hidden: torch.Tensor
     output: Any
-    current: slice = field(default_factory=lambda: slice(0))
+    current: slice | torch.Tensor = field(default_factory=lambda: slice(0))
 
     def part(self, first: int, end: int) -> torch.Tensor:
         """Return the input of the tokens [first, end), which the mixer must be given next."""
         self.current = slice(first, end)
+        return self.hidden[:, self.current]
+
+    def padded(self, first: int, end: int, count: int) -> torch.Tensor:
+        """Return the input of the tokens [first, end), and repeat the last one to `count` tokens."""
+        places = torch.arange(first, first + count, device=self.hidden.device)
+        self.current = places.clamp_(max=end - 1)
         return self.hidden[:, self.current]
 
     def result(self, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -31,10 +31,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
     NEEDS_CACHE,
 ]
-LENGTHS = (127, 1, 65, 64)
+LENGTHS = (127, 1, 66, 64)
 SCHEDULES = {
-    "at once": [[127, 1, 65, 64]],
-    "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 0, 1], [60, 0, 0, 1]],
+    "at once": [[127, 1, 66, 64]],
+    "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 1, 1], [60, 0, 0, 1]],
 }
 CHUNKS = {"jamba": 1, "bamba": 16, "falcon_h1": 16, "granite": 16, "nemotron_h": 16}  # 64 in the others
 
@@ -77,7 +77,7 @@ def test_logits_and_bits(
             assert (scale := float(want.abs().max())) > 0.01
             assert float((got - want).abs().max()) <= 2e-5 * scale
     alone = [paged_logits(model, [sequence], [[len(sequence)]])[0] for sequence in sequences]
-    chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 1, 0]])
+    chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 2, 0]])
     for got, want in zip(chunked, alone, strict=True):
         assert torch.equal(got, want)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from kvforge.protocol.messages import GENERATED, RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
@@ -171,6 +172,22 @@ def test_a_prompt_behind_an_answer_has_the_same_bits_in_any_chunks(name: str, ti
             start += count
         found.append(first(outcome, 0))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in ("lfm2_moe", "qwen3_5_moe")])
+def test_a_block_has_the_same_bits_behind_prompts_of_any_length(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    """Its chunk may be the last, incomplete one of a prompt, and a whole one of another that finds the block cached."""
+    model_type, fields = HYBRIDS[name]
+    model, text = tiny(model_type, block_size=BLOCK_SIZE, **fields), prompt(6, 128)
+    found = []
+    for count in (65 + BLOCK_SIZE, 100, 128):
+        bench = Bench(model)
+        bench.run([(0, 0, text[:64], 0)])
+        bench.run([(1, 0, [5, 6, 7], 0), (0, 64, text[64:count], 0)])
+        (memory,) = bench.pool.tensors()
+        found.append(memory[bench.tables[0, 4]].clone())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
 
 
 def test_prompt_log_probabilities_do_not_advance_the_state_again(
