@@ -134,10 +134,11 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
     """paged_logits(model, sequences, chunks) -> each sequence's logits [tokens, vocab].
 
     chunks: one list per pass with the token count that each sequence feeds in it (0: it skips this pass). Blocks are
-    allocated at random and the pool starts full of NaN.
+    allocated at random and the pool starts full of NaN. prompts: how many of the passes have prompt tokens alone, also
+    in rows of one token; the others have generated tokens there.
     """
 
-    def run(model: LoadedModel, sequences: list[Any], chunks: list[list[int]]) -> list[torch.Tensor]:
+    def run(model: LoadedModel, sequences: list[Any], chunks: list[list[int]], prompts: int = 0) -> list[torch.Tensor]:
         block_size = model.geometry.block_size
         blocks, count = -(-max(map(len, sequences)) // block_size), len(sequences)
         width = blocks + model.geometry.state_blocks
@@ -148,16 +149,18 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
         tables = order.astype(np.int32).reshape(count, width)
         done = np.zeros(count, np.int32)
         got: list[list[torch.Tensor]] = [[] for _ in sequences]
-        for chunk in chunks:
+        for number, chunk in enumerate(chunks):
             rows = [row for row in range(count) if chunk[row]]
             counts = np.array([chunk[row] for row in rows], np.int32)
-            batch = pool.batch(tables[rows, :blocks], done[rows], counts, states=tables[rows, blocks:])
+            alike = np.zeros(len(rows), np.bool_) if number < prompts else None
+            batch = pool.batch(tables[rows, :blocks], done[rows], counts, alike, states=tables[rows, blocks:])
             spans = [np.arange(done[row], done[row] + chunk[row]) for row in rows]
             ids = np.concatenate([np.asarray(sequences[row])[span] for row, span in zip(rows, spans, strict=True)])
+            place = model.device.torch_device
             logits = model.forward(
-                torch.as_tensor(ids, dtype=torch.int64),
-                torch.as_tensor(np.concatenate(spans)),
-                torch.arange(batch.tokens),
+                torch.as_tensor(ids, dtype=torch.int64, device=place),
+                torch.as_tensor(np.concatenate(spans), device=place),
+                torch.arange(batch.tokens, device=place),
                 batch,
                 pool,
             )

@@ -1,0 +1,67 @@
+"""Models with recurrent states beside attention on a GPU: logits of transformers, and bits of a row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+
+from .random_models import HYBRIDS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
+LENGTHS = (127, 1, 65, 64)
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+@torch.inference_mode()
+def cached_logits(model: LoadedModel, sequence: np.ndarray) -> torch.Tensor:
+    """Return transformers' own logits [tokens, vocab] of a prompt, with its cache, in our chunks."""
+    cache, parts, place = transformers.DynamicCache(config=model.module.config), [], model.device.torch_device
+    use_attention(model.module, "eager")
+    try:
+        for begin in range(0, len(sequence), model.prompt_chunk):
+            ids = torch.as_tensor(sequence[begin : begin + model.prompt_chunk], device=place)[None]
+            places = begin + torch.arange(ids.shape[1], device=place)[None]
+            output = model.module(input_ids=ids, position_ids=places, cache=cache, use_cache=True)
+            parts.append(output.logits[0].float())
+        return torch.cat(parts)
+    finally:
+        use_attention(model.module, ATTENTION_NAME)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_and_bits_on_a_gpu(
+    name: str,
+    dtype: str,
+    write_config: Callable[..., Path],
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    model_type, fields = HYBRIDS[name]
+    folder = write_config(model_type, **fields)
+    model = load_model(folder, load_format="dummy", dtype=dtype, device=open_device("auto"), block_size=16)
+    assert model.info.determinism == "batch-invariant"
+    has_experts = any("expert" in name for name, _ in model.module.named_parameters())
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+    alone = [paged_logits(model, [sequence], [[len(sequence)]], prompts=1)[0] for sequence in sequences]
+    chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 1, 0]], prompts=3)
+    for got, want, sequence in zip(chunked, alone, sequences, strict=True):
+        assert torch.equal(got, want)
+        reference = cached_logits(model, sequence)
+        far = (got - reference).abs().amax(1) > TOLERANCE[dtype] * float(reference.abs().max())
+        # In 16 bits a token near the border of two experts may go to the other one.
+        assert int(far.sum()) <= (len(sequence) // 10 if has_experts and dtype != "float32" else 0)
+    # Generated tokens: alone, and beside others in another order.
+    decoded = paged_logits(model, sequences[:1], [[64], *[[1]] * 20], prompts=1)[0]
+    steps = [[64, 1, 64], *[[int(step == 0), 0, 1] for step in range(20)]]
+    beside = paged_logits(model, [sequences[2], sequences[1], sequences[0]], steps, prompts=1)
+    assert torch.equal(beside[2], decoded)
