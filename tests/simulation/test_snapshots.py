@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.core.machine import Machine
-from kvforge.coordinator.core.requests.request import Request
+from kvforge.coordinator.core.requests.request import RUNNING, Request
+from kvforge.coordinator.core.waits import Wait
 from tools.simulation.attributes import WATCHERS
 from tools.simulation.attributes import attributes as known
 from tools.simulation.coordinators import SimulatedCoordinator
@@ -154,3 +155,18 @@ def test_a_snapshot_shows_an_array_that_takes_anothers_place(busy: tuple[Machine
     assert snapshots.capture() != before
     blocks.refcount = refcount
     assert snapshots.capture() == before
+
+
+@pytest.mark.parametrize("set_up_now", [False, True])
+def test_an_equal_wait_in_the_place_of_another_is_no_change(busy: tuple[Machine, Snapshots], set_up_now: bool) -> None:
+    """A turn that plans nothing stalls its rows anew, also where the first snapshot found them stalled."""
+    machine, snapshots = busy
+    request = next(each for each in machine.requests.live.values() if each.state == RUNNING)
+    request.wait = Wait("tenant ceiling", (), 1, 1, 1, "its ceiling is 13")
+    if set_up_now:
+        snapshots = Snapshots(machine)
+    before = snapshots.capture()
+    request.wait = msgspec.structs.replace(request.wait)
+    assert snapshots.capture() == before
+    request.wait = msgspec.structs.replace(request.wait, short=2)
+    assert snapshots.capture() != before

@@ -32,7 +32,7 @@ from tools.simulation.attributes import getter
 CONSTANT = (int, float, str, bytes, bool, type(None))
 PART, FROZEN, ARRAY, NAME, OTHER = "part", "frozen", "array", "name", "other"
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
-# objects that come and go with requests and steps
+# Objects that come and go with requests and steps. They have no numbers: a turn may put an equal one in their place.
 STRUCTS = (Grammar, SamplingParams, Wait, IdempotencyKey, RowStart)
 Snapshot = tuple[bytes, bytes]
 NOTHING: Snapshot = (b"", b"")
@@ -181,6 +181,8 @@ def _kind(cls: type) -> str:
         return ARRAY
     if issubclass(cls, NAMED):
         return NAME
+    if issubclass(cls, STRUCTS):
+        return OTHER
     if issubclass(cls, msgspec.Struct) and cls.__struct_config__.frozen:
         return FROZEN
     own = cls.__module__.startswith("kvforge.coordinator.") and cls.__dictoffset__ != 0

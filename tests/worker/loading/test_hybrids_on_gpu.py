@@ -14,9 +14,9 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 
-from .random_models import HYBRIDS
+from .random_models import HYBRIDS, NEEDS_CACHE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
+pytestmark = [pytest.mark.gpu, NEEDS_CACHE, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
 LENGTHS = (127, 1, 65, 64)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 
