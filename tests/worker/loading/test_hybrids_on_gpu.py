@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from kvforge.protocol.errors import KernelError
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
@@ -46,8 +47,13 @@ def test_logits_and_bits_on_a_gpu(
     paged_logits: Callable[..., list[torch.Tensor]],
 ) -> None:
     model_type, fields = HYBRIDS[name]
-    folder = write_config(model_type, **fields)
-    model = load_model(folder, load_format="dummy", dtype=dtype, device=open_device("auto"), block_size=16)
+    folder, device = write_config(model_type, **fields), open_device("auto")
+    if (name, dtype) == ("jamba", "bfloat16") and device.runs_kernels:
+        # With these random weights, rows by themselves differ from transformers' by more than float32 explains.
+        with pytest.raises(KernelError, match="in bfloat16 its logits are"):
+            load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=16)
+        return
+    model = load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=16)
     assert model.info.determinism == "batch-invariant"
     has_experts = any("expert" in name for name, _ in model.module.named_parameters())
     rng = np.random.default_rng(3)
