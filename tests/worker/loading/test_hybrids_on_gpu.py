@@ -48,7 +48,9 @@ def test_logits_and_bits_on_a_gpu(
 ) -> None:
     model_type, fields = HYBRIDS[name]
     folder, device = write_config(model_type, **fields), open_device("auto")
-    if (name, dtype) == ("jamba", "bfloat16") and device.runs_kernels:
+    if not device.queues:
+        pytest.skip("no GPU here")
+    if (name, dtype) == ("jamba", "bfloat16"):
         # With these random weights, rows by themselves differ from transformers' by more than float32 explains.
         with pytest.raises(KernelError, match="in bfloat16 its logits are"):
             load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=16)
