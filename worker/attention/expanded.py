@@ -25,7 +25,7 @@ from .quantised import as_bytes, dequantise
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Rows whose tokens so far fit into the workspace together.
+    """Rows with few enough tokens so far to fit into the workspace together.
 
     Attributes:
         batch: The rows, as a step of their own over the workspace.

@@ -109,7 +109,7 @@ class LatentPlanner:
         return part_units * group_parts * PART_MIN, np.ones_like(group_parts)
 
     def _split_rows(self, ends: Int64Array, part_tokens: Int64Array, group_parts: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return the rows whose parts are items of their own: [rows], the longest ones."""
+        """Return the rows with parts that are items of their own: [rows], the longest ones."""
         order = np.arange(len(ends))
         best, least = order < 0, np.inf
         if not self.folds:

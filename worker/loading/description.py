@@ -113,7 +113,7 @@ class Latent:
     """The names of the parts of attention over latents, in an attention module. The defaults are DeepSeek's.
 
     Attributes:
-        query: Projection to Q, in models whose queries have no latent.
+        query: Projection to Q, in models without a latent of queries.
         query_down: Projection to the latent of queries.
         query_norm: Norm of that latent.
         query_up: Projection from it to Q.
@@ -142,7 +142,7 @@ class Latent:
 
     @property
     def by_head(self) -> tuple[str, ...]:
-        """The projections whose rows belong to heads."""
+        """The projections with rows that belong to heads."""
         return self.query, self.query_up, self.expansion
 
 

@@ -37,7 +37,7 @@ _GRANITE_NAMES = (
 )
 # Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj")
-LOCAL = "local_params"  # a module whose own parameters are in the plan, if they are cut
+LOCAL = "local_params"  # a module with parameters of its own in the plan, if they are cut
 QUERIES, KEYS = ("q_proj", "o_proj", "sinks", "q_b_proj", "kv_b_proj"), ("k_proj", "v_proj")
 
 

@@ -98,7 +98,7 @@ def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
 
 
 def check_states(model: LoadedModel, welcome: WorkerWelcome) -> None:
-    """Refuse a model whose recurrent state takes more blocks than the coordinator's tables have.
+    """Refuse a model with a recurrent state of more blocks than the coordinator's tables have.
 
     Raises:
         InvalidConfiguration: Names `limits.state_blocks_max`.
