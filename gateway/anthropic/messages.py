@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from kvforge import SamplingParams
 from kvforge.client.arguments import stop_strings
 from kvforge.client.options import RequestOptions
@@ -19,6 +17,7 @@ from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.generate.prepare import PreparedConversation, prepare_conversation
 from kvforge.gateway.generate.service import Model
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
@@ -30,7 +29,6 @@ from .request_body import Conversation, Create
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
 CREATE, COUNT = Reader(Create, UNIMPLEMENTED, READ_IF), Reader(Conversation, UNIMPLEMENTED, READ_IF)
-encode = msgspec.json.encode
 TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 TOOL_USE = "tool_use"
 

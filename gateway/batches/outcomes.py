@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.errors import openai_error, status_of
 from kvforge.protocol.errors import KvforgeError
 
-from .records import CANCELLED, EXPIRED, encode
+from .records import CANCELLED, EXPIRED
 
 CODES = {
     CANCELLED: ("batch_cancelled", "This request was not executed before the batch was cancelled."),

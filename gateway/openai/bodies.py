@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from kvforge.gateway.generate.generation import Usage
+from kvforge.gateway.http.encoding import encode
 
-encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 

@@ -11,13 +11,14 @@ from kvforge.gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, T
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
 from kvforge.gateway.generate.prepare import prepare_conversation
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.ignored import Ignored
 from kvforge.gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.errors import InvalidRequest
 
 from . import logprobs, request_body
-from .bodies import DONE, EventEncoder, encode, usage_of
+from .bodies import DONE, EventEncoder, usage_of
 from .call import Call
 from .fields import check_ignored, requested_shape, sampling_of, stops_of
 from .request_body import Chat, Message

@@ -16,6 +16,7 @@ from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import CompleteAnswer, Generation, Submission
 from kvforge.gateway.generate.service import Model
 from kvforge.gateway.generate.shape_checks import check_shape
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.parse.events import Content, Event
 from kvforge.gateway.replicas.stream import Stream
@@ -23,7 +24,7 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 
 from . import logprobs
-from .bodies import DONE, EventEncoder, encode, usage_of
+from .bodies import DONE, EventEncoder, usage_of
 from .call import Call, total
 from .fields import check_ignored, requested_shape, sampling_of, stops_of
 from .prompt_events import PromptEvents

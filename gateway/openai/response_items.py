@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvforge.gateway.generate.answer import LENGTH
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.parse.events import Arguments, Event, Reasoning, ToolCall
-
-from .bodies import encode
 
 # Fields of a response that differ before its end.
 _BEGUN: Mapping[str, Any] = {

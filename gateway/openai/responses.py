@@ -16,11 +16,11 @@ from kvforge.gateway.chat.shapes import Shape
 from kvforge.gateway.generate.answer import Piece
 from kvforge.gateway.generate.generation import Generation, Submission, Usage
 from kvforge.gateway.generate.prepare import prepare_conversation
+from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.errors import openai_error
 from kvforge.gateway.http.fields import Reader
 from kvforge.protocol.errors import KvforgeError
 
-from .bodies import encode
 from .call import Call
 from .fields import top_k_of, top_p_of
 from .kept import KeptSequence, kept_of
