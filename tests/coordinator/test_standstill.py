@@ -17,7 +17,7 @@ import pytest
 
 from kvforge.coordinator.core.events import FromWorker, ToWorker, WorkerGone
 from kvforge.coordinator.host.replacing import Replacer
-from kvforge.protocol.messages import CreateSequence, PoolRegistered, Submit, WorkerHello
+from kvforge.protocol.messages import CreateSequence, PoolRegistered, Refused, Submit, WorkerHello
 from tests.coordinator.driver import PROMPT, REATTACH_US, Driver, FakeWorker, continuation, submit
 from tests.coordinator.net import short_lived_net, until
 from tests.coordinator.test_ranks import Ranks
@@ -164,6 +164,27 @@ def test_ranks_that_were_cut_off_come_back_one_by_one() -> None:
     assert isinstance(effects[0].message, PoolRegistered)
     (group,) = d.machine.cache.groups.values()
     assert not group.away and d.machine.requests.live[request].state == "running"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_are_replaced_when_a_rank_that_was_cut_off_does_not_come_back(lost: int) -> None:
+    """A process that is not told would wait for steps for ever, and its successor for it."""
+    d = Ranks(2, reattach_us=REATTACH_US)
+    ranks = d.serve()
+    d.apply(WorkerGone(ranks[lost].number, away=True))
+    d.advance(REATTACH_US)
+    d.turn()
+    assert not d.machine.workers
+    assert d.dropped(ranks[1 - lost]) == (True, True) and d.heard(ranks[1 - lost], Refused)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_are_replaced_when_a_worker_of_more_ranks_takes_the_place(lost: int) -> None:
+    d = Ranks(2)
+    ranks = d.serve()
+    d.apply(WorkerGone(ranks[lost].number, away=True))
+    d.hello(2, ranks=3)
+    assert d.dropped(ranks[1 - lost]) == (True, True)
 
 
 def _rank_hello(d: Ranks, worker: FakeWorker, number: int) -> list[Any]:

@@ -87,7 +87,7 @@ class WorkerReports:
             if group.away:
                 due_us = worker.away_until_us
                 if due_us <= now_us:
-                    self.end_worker(worker.number, False)
+                    self.end_worker(self._absent(worker).number, False)
                     continue
             elif group.sent:
                 since_us = max(group.sent[0].sent_us, group.result_us)
@@ -100,6 +100,13 @@ class WorkerReports:
             if due_us < first_us:
                 first_us = due_us
         return first_us
+
+    def _absent(self, worker: Worker) -> Worker:
+        """Return the rank that a worker waits for. The connected ranks are told of its end, and replaced."""
+        if worker.ranks == 1:
+            return worker
+        team = self._teams[worker.name]
+        return next(member for rank, member in team.members.items() if rank not in team.back)
 
     def _replace(self, worker: Worker, silent_us: int) -> None:
         """Replace a worker that has done no step for `silent_us`."""
@@ -166,7 +173,7 @@ class WorkerReports:
             if (message.boot, message.epoch, message.ranks) == (self._boot, group.epoch, team.count):
                 self._rank_back(team, group, team.members[rank], number, message.rid)
                 return
-            lost = team.members[rank] if rank in team.members else team.members[0]
+            lost = team.members[rank] if rank in team.members else self._absent(team.members[0])
             self.end_worker(lost.number, False, died=message.pid != lost.pid)  # a successor, as above
             team = None
         if team is None:
