@@ -34,6 +34,7 @@ CLIENTS_EACH = 4
 BLOCKS = 128
 SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
 LEASE_S = 3.0
+GIVEN_BACK_S = 2 * LEASE_S
 WAIT_S = 60.0  # timeout of every wait, far longer than any process fault
 CALM_S = 8.0  # calm at the end, so that every process is warm at the last measurement
 TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
@@ -231,6 +232,8 @@ class Driver:
         self.faults += ledger.faults
         self.excused = Counter(note["code"] for story in stories for note in story.broken)
         await self._until("only the books' own client is left", lambda: self._alone(kv), WAIT_S)
+        # A sequence that a request continued when its owner left lives for one lease after the request.
+        await self._until("what had a lease is given back", lambda: self._given_back(kv), GIVEN_BACK_S)
         stats = self._stats = await kv.stats()
         self._check_empty(stats)
         for request_id in sorted(ledger.records)[-ATTACHED_AT_END:]:
@@ -246,6 +249,9 @@ class Driver:
 
     async def _alone(self, kv: AsyncClient) -> bool:
         return (await kv.stats()).clients == 1
+
+    async def _given_back(self, kv: AsyncClient) -> bool:
+        return not any(leftovers.not_given_back(await kv.stats()))
 
     async def _attach(self, kv: AsyncClient, stories: list[Any]) -> None:
         """Attach to detached requests that no client read to the end, and compare their tokens."""
