@@ -15,7 +15,10 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     Attributes:
         epoch: The registration under which the worker keeps its pool. PoolRegistered follows, then the due steps, which
             may include steps that the worker has already received. 0: the worker's pool content is void.
-        state_blocks_max: The most blocks that the state of one sequence may take; 0: the coordinator keeps no states.
+        state_blocks_max: The most blocks that the state of one sequence and the ring of its windows may take together;
+            0: the coordinator keeps no states.
+        window_ahead: How many tokens the steps in flight may take a sequence beyond its acknowledged ones; 0: the
+            coordinator keeps no windows, and all layers keep all tokens.
     """
 
     rid: int
@@ -29,6 +32,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     step_rows_max: int
     epoch: int = 0
     state_blocks_max: int = 0
+    window_ahead: int = 0
 
 
 class Rendezvous(Message, frozen=True, tag="meeting"):
@@ -86,10 +90,15 @@ class Step(Message, frozen=True, tag="step"):
     recurrent state. A row with start 0 begins with an empty state and does not read them. Any other row finds the state
     behind exactly `start` tokens there. The step leaves the state behind start + count tokens.
 
+    For a worker with `window_pages`, the row also names the blocks with the KV of its layers with a window, behind
+    those of the state: block j of the sequence has window_pages columns, from state_blocks + (j % window_blocks) *
+    window_pages on. Defined are only the columns of blocks with a key in sight of the row's tokens, or that the step
+    writes.
+
     Attributes:
         copies: [3 * n] int32, triples (from block, to block, tokens): copy the first `tokens` tokens of a block. No
             copy of a step reads a block that another one writes. A copy of block_size tokens copies the whole block:
-            so a block of a state is copied.
+            so a block of a state is copied. Where KV is copied, the blocks of windows are copied alike.
         slots: [rows] int32. The block table of row r is row slots[r] of the shared tables.
         starts: [rows] int32, the position of the first token of each row.
         counts: [rows] int32, the number of tokens of each row.

@@ -68,6 +68,11 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
             generated token.
         prompt_chunk: Tokens of the chunks in which the model computes the state of a prompt. Steps cut prompts only at
             absolute multiples of it, so that rounding does not depend on the cuts. 1: cuts anywhere give equal bits.
+        window: Layers with a sliding window see this many tokens, the current one included, and keep their KV in pages
+            of their own; 0: all layers keep all tokens. Set only if `WorkerWelcome.window_ahead` was.
+        window_pages: Blocks that hold the KV of these layers for block_size tokens, from the same pool.
+        window_blocks: How many consecutive blocks of a sequence its part of the shared tables names, as a ring: at
+            least ceil((window + window_ahead) / block_size) + 2, or blocks_per_sequence_max if that is fewer.
     """
 
     rid: int
@@ -83,6 +88,9 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     wants_kinds: bool = False
     state_blocks: int = 0
     prompt_chunk: int = 1
+    window: int = 0
+    window_pages: int = 0
+    window_blocks: int = 0
 
 
 class RowError(msgspec.Struct, frozen=True):
