@@ -10,16 +10,13 @@ compared with the answer to the same request with `store: false`, and deleted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,8 @@ import httpx
 
 from kvforge.gateway.storage import TenantUsage, Usage
 from kvforge.gateway.storage.inline import InlineStorage
-from kvforge.loadtest.machine import machine, versions
+from tests.chaos.command import Log, log, parser_of, show, storage
 from tests.gateway.served import Gateway
-from tests.gateway.storage.postgres_server import PostgresServer
 from tests.gateway.test_background_deaths import prepare
 from tools.chaos import leftovers
 from tools.cluster.cluster import Cluster
@@ -57,14 +53,9 @@ class Run:
         killed: How often each process was killed.
     """
 
-    def __init__(self, responses: int, seed: int, url: str, folder: Path, log: Callable[[str], None]) -> None:
-        self._responses, self._rng, self._url, self._folder, self._log = (
-            responses,
-            random.Random(seed),
-            url,
-            folder,
-            log,
-        )
+    def __init__(self, responses: int, seed: int, url: str, folder: Path, log: Log) -> None:
+        self._responses, self._rng = responses, random.Random(seed)
+        self._url, self._folder, self._log = url, folder, log
         self.faults: list[str] = []
         self.killed: Counter[str] = Counter()
         self._ids: dict[str, int] = {}  # of a response: which request it answers
@@ -244,31 +235,19 @@ def storage_processes(gateway: int) -> list[int]:
     return [int(pid) for pid in children if b"kvforge.gateway.storage" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def run(responses: int, seed: int, *, postgres: bool, log: Callable[[str], None]) -> dict[str, Any]:
+def run(responses: int, seed: int, *, postgres: bool, log: Log) -> dict[str, Any]:
     """Run in a folder of its own and return the report."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvforge-background-")))
-        url = f"sqlite:{folder}/stored.sqlite"
-        if postgres:
-            url = stack.enter_context(PostgresServer()).new_database()
+    with storage("background", postgres=postgres) as (url, folder):
         report = Run(responses, seed, url, folder, log).run()
     return {"seed": seed, "database": "postgresql" if postgres else "sqlite", **report}
 
 
 def main() -> int:
     """Print the report; return exit status 1 if it has faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--responses", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--postgres", action="store_true", help="instead of SQLite")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args()
-    report = run(options.responses, options.seed, postgres=options.postgres, log=lambda words: print(words, flush=True))
-    print(json.dumps(report, indent=1))
-    if options.json is not None:
-        document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 1 if report["faults"] else 0
+    return show(TITLE, run(options.responses, options.seed, postgres=options.postgres, log=log), options.json)
 
 
 if __name__ == "__main__":

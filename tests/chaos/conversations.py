@@ -11,15 +11,11 @@ deaths, and the items of a session are counted. In the end everything is deleted
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,9 +23,8 @@ from typing import Any
 
 import httpx
 
-from kvforge.loadtest.machine import machine, versions
 from tests.chaos.background import AGAIN_S, BUSY, VICTIMS, WAIT_S, Run
-from tests.gateway.storage.postgres_server import PostgresServer
+from tests.chaos.command import Log, log, parser_of, show, storage
 from tools.chaos import leftovers
 
 TITLE = "chaos: turns of conversations lost, doubled, changed or left while processes were killed"
@@ -117,7 +112,7 @@ class Talk:
 class Conversations(Run):
     """One run. Its `faults` describe each violation."""
 
-    def __init__(self, minutes: float, seed: int, url: str, folder: Path, log: Callable[[str], None]) -> None:
+    def __init__(self, minutes: float, seed: int, url: str, folder: Path, log: Log) -> None:
         super().__init__(0, seed, url, folder, log)
         self._minutes, self._over = minutes, threading.Event()
         self._seed = seed
@@ -230,31 +225,19 @@ class Conversations(Run):
         self.faults += left_over
 
 
-def run(minutes: float, seed: int, *, postgres: bool, log: Callable[[str], None]) -> dict[str, Any]:
+def run(minutes: float, seed: int, *, postgres: bool, log: Log) -> dict[str, Any]:
     """Run in a folder of its own and return the report."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvforge-conversations-")))
-        url = f"sqlite:{folder}/stored.sqlite"
-        if postgres:
-            url = stack.enter_context(PostgresServer()).new_database()
+    with storage("conversations", postgres=postgres) as (url, folder):
         report = Conversations(minutes, seed, url, folder, log).run()
     return {"seed": seed, "database": "postgresql" if postgres else "sqlite", **report}
 
 
 def main() -> int:
     """Print the report; return exit status 1 if it has faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--postgres", action="store_true", help="instead of SQLite")
-    parser.add_argument("--json", type=Path, help="also write the report to this file")
     options = parser.parse_args()
-    report = run(options.minutes, options.seed, postgres=options.postgres, log=lambda words: print(words, flush=True))
-    print(json.dumps(report, indent=1))
-    if options.json is not None:
-        document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return 1 if report["faults"] else 0
+    return show(TITLE, run(options.minutes, options.seed, postgres=options.postgres, log=log), options.json)
 
 
 if __name__ == "__main__":
