@@ -1,0 +1,33 @@
+"""The recipes of `hybrid_recipes` give the answers of an empty cache, with every family of hybrids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
+
+from . import hybrid_recipes
+
+pytestmark = [NEEDS_CACHE, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
+
+
+def _save(name: str, folder: Path) -> Path:
+    model_type, fields = HYBRIDS[name]
+    return save(folder / "model", model_type, {**fields, "max_position_embeddings": 4096})
+
+
+def test_the_recipes(tmp_path: Path) -> None:
+    """behaviours 15, 28, 35, in the family with the cheapest layers."""
+    hybrid_recipes.run(_save("lfm2", tmp_path), 600, thorough=False)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_recipes_with_thousands_of_tokens(name: str, tmp_path: Path) -> None:
+    hybrid_recipes.run(_save(name, tmp_path), 2500)
+
+
+@pytest.mark.parametrize("name", ["granite", "lfm2", "qwen3_next"])
+def test_the_recipes_in_16_bits(name: str, tmp_path: Path) -> None:
+    hybrid_recipes.run(_save(name, tmp_path), 600, "bfloat16")
