@@ -16,6 +16,7 @@ import torch
 import tests.interpreted  # noqa: F401 - before a kernel is imported
 from kvforge.text.grammar_trials import GrammarTrials
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.windows import WindowLimits
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
@@ -104,11 +105,14 @@ def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., Loaded
         dtype: str = "float32",
         kernels: bool = True,
         weight_dtype: str = "dtype",
+        kv_dtype: str = "auto",
+        windows: WindowLimits | None = None,
         **fields: Any,
     ) -> LoadedModel:
         folder, device = write_config(model_type, **fields), replace(cpu, kernels=kernels)
-        settings = {"load_format": "dummy", "dtype": dtype, "weight_dtype": weight_dtype, "seed": seed}
-        return load_model(folder, device=device, block_size=block_size, **settings)
+        formats = {"dtype": dtype, "weight_dtype": weight_dtype, "kv_dtype": kv_dtype}
+        settings = {"load_format": "dummy", "seed": seed, **formats}
+        return load_model(folder, device=device, block_size=block_size, windows=windows, **settings)
 
     return load
 
@@ -144,7 +148,10 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
         width = blocks + model.geometry.state_blocks
         pool = KvPool(model.geometry, width * count + 3, model.device)
         for cache in pool.tensors():
-            cache.fill_(float("nan"))
+            if cache.itemsize > 1:
+                cache.fill_(float("nan"))
+            else:
+                cache.view(torch.int8).fill_(127)  # NaN in fp8
         order = np.random.default_rng(1).permutation(pool.blocks)[: width * count]
         tables = order.astype(np.int32).reshape(count, width)
         done = np.zeros(count, np.int32)

@@ -1,7 +1,8 @@
 """The paged KV cache, and attention over it: an interface, a plain-torch reference, kernels, and their choice.
 
 interface.py    the interface of every implementation; batch.py: the structure of a step's rows; sinks.py: sinks
-pool.py         the KV pool: geometry, byte counts, tensors
+geometry.py     the layout and the bytes of a block; pool.py: the tensors of a KV pool
+windows.py      layers that keep a window, and their rows in a step; states.py: recurrent states in pages
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
 cpu_attention.py      the CPU's kernels (see `kvforge.worker.cpu`); cpu_decode.py: prepared calls

@@ -21,6 +21,7 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.queue import Staging
 
+OWN_ARRAYS = ("tables", "kv_slots")  # device arrays that a batch does not have in common with its leader
 PLANS_MAX = 1 << 18  # numbers of all plans of a static batch (1 MiB); a plan has about 10,000 at most
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -44,6 +45,11 @@ class PagedBatch:
         generated: [rows] bool on the host, decodes: rows of one token that was generated, or counts as generated.
         states: [rows, state blocks] int32 on the host, pool-local ids of the pages of each row's recurrent state; None
             for models without one.
+        windows: Batches of the same rows for the layers that keep a window, one for each page of a block, with lowered
+            positions (see `windows`).
+        is_window: Whether it is one of these.
+        leader: For these, the first of them: they differ in tables and slots only. None for the first, and for other
+            batches.
         plans: Data that implementations derive from the above; cleared at each refill.
     """
 
@@ -57,6 +63,9 @@ class PagedBatch:
     device: Device
     generated: npt.NDArray[np.bool_]
     states: Int32Array | None = None
+    windows: tuple[PagedBatch, ...] = ()
+    is_window: bool = False
+    leader: PagedBatch | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
@@ -183,6 +192,8 @@ class PagedBatch:
 
     def device_array(self, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
         """Return make(self) on the device, flat. A static batch recomputes it, with the same size, at each refill."""
+        if self.leader is not None and key not in OWN_ARRAYS:
+            return self.leader.device_array(key, make)
         if key not in self._device_arrays:
             if self._places is None:
                 self.preload({key: make})
@@ -205,6 +216,9 @@ class PagedBatch:
         """Compute several device arrays, the tables and the slots, and send them with a single copy."""
         if self._places is not None:
             return
+        if self.leader is not None:
+            self.leader.preload(makers)
+            makers = {}
         wanted = {"tables": _tables, "kv_slots": _kv_slots, **makers}
         arrays = {key: make(self).reshape(-1) for key, make in wanted.items() if key not in self._device_arrays}
         if arrays:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -221,7 +221,10 @@ def plan_of(batch: PagedBatch, heads: int, kv_heads: int, size: int, window: int
     """Return the plan of a batch for layers of this shape, made once per batch."""
     key = ("host", heads, kv_heads, size, window)
     plan: Plan | None = batch.plans.get(key)
-    if plan is None:
+    if plan is None and batch.leader is not None:
+        equal = plan_of(batch.leader, heads, kv_heads, size, window)
+        plan = batch.plans[key] = replace(equal, tables=np.ascontiguousarray(batch.tables))
+    elif plan is None:
         plan = batch.plans[key] = _plan(batch, heads // kv_heads, kv_heads, size, window)
     return plan
 

@@ -31,6 +31,7 @@ class DecodeLayer:
         heads: Query heads.
         rotated: Rotated numbers of each head.
         output: [rows, heads x head_size] in the dtype of products, receives the attention.
+        part: As in `KvPool.parts`.
     """
 
     cache: KvLayer
@@ -38,6 +39,7 @@ class DecodeLayer:
     heads: int
     rotated: int
     output: torch.Tensor
+    part: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -53,10 +55,10 @@ class DecodeLayer:
 
 
 class _Group:
-    """Layers of one shape. threads: threads that attend in this step."""
+    """Layers of one shape and part. threads: threads that attend in this step."""
 
     def __init__(self, layers: Sequence[DecodeLayer]) -> None:
-        self.shape, self.threads = layers[0].shape, 1
+        self.shape, self.part, self.threads = layers[0].shape, layers[0].part, 1
         self.calls = Calls(attend, [_attending(layer) for layer in layers])
 
 
@@ -67,16 +69,20 @@ class DecodeAttention:
         self._workspace = attention.workspace
         self._size = max(layer.shape[2] for layer in layers)
         self._width = max(layer.width for layer in layers)
-        self._writing = Calls(write_rotated, [_writing(layer) for layer in layers])
         self._threads = 1  # threads that write
+        parts: dict[int, list[DecodeLayer]] = {}
         members: dict[tuple[int, ...], list[DecodeLayer]] = {}
-        places = []
+        places, self._writing = [], list[tuple[int, int]]()  # of each layer: its part, and its number there
         for layer in layers:
-            members.setdefault(layer.shape, []).append(layer)
-            places.append((layer.shape, len(members[layer.shape]) - 1))
-        groups = {shape: _Group(those) for shape, those in members.items()}
+            parts.setdefault(layer.part, []).append(layer)
+            self._writing.append((layer.part, len(parts[layer.part]) - 1))
+            key = (*layer.shape, layer.part)
+            members.setdefault(key, []).append(layer)
+            places.append((key, len(members[key]) - 1))
+        self._writers = {part: Calls(write_rotated, [_writing(each) for each in own]) for part, own in parts.items()}
+        groups = {key: _Group(those) for key, those in members.items()}
         self._groups = tuple(groups.values())
-        self._attending = [(groups[shape], number) for shape, number in places]
+        self._attending = [(groups[key], number) for key, number in places]
         # Byte offsets of K and V in a layer's product.
         self._parts = [
             (heads * size * layer.output.itemsize, (heads + kv_heads) * size * layer.output.itemsize)
@@ -96,18 +102,19 @@ class DecodeAttention:
         self._threads, stride = workspace.for_writing(batch.tokens * self._width, self._size)
         for group in self._groups:  # reserve for all groups before taking addresses: the memory may move
             heads, kv_heads, size, window = group.shape
-            plans.append(plan_of(batch, heads, kv_heads, size, window))
+            plans.append(plan_of(_of(batch, group.part), heads, kv_heads, size, window))
             group.threads, attend_stride = workspace.for_plan(plans[-1], kv_heads, size)
             strides.append(attend_stride)
         scratch = workspace.scratch.data_ptr()
-        self._writing.renew(
-            tokens=batch.tokens,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            slots=batch.kv_slots.ctypes.data,
-            scratch=scratch,
-            scratch_stride=stride,
-        )
+        for part, writer in self._writers.items():
+            writer.renew(
+                tokens=batch.tokens,
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                slots=_of(batch, part).kv_slots.ctypes.data,
+                scratch=scratch,
+                scratch_stride=stride,
+            )
         for group, plan, attend_stride in zip(self._groups, plans, strides, strict=True):
             group.calls.renew(
                 items=plan.items.ctypes.data,
@@ -123,9 +130,15 @@ class DecodeAttention:
     def run(self, index: int, product: int) -> None:
         """Run one layer. product: address of its product [rows, width], contiguous; Q is rotated in place."""
         keys, values = self._parts[index]
-        self._writing.run(self._threads, index, query=product, key=product + keys, value=product + values)
+        part, place = self._writing[index]
+        self._writers[part].run(self._threads, place, query=product, key=product + keys, value=product + values)
         group, number = self._attending[index]
         group.calls.run(group.threads, number, query=product)
+
+
+def _of(batch: PagedBatch, part: int) -> PagedBatch:
+    """Return the batch of layers of a part (see `KvPool.batch_of`)."""
+    return batch.windows[part - 1] if part else batch
 
 
 def _writing(layer: DecodeLayer) -> dict[str, float]:

@@ -231,7 +231,7 @@ def _dense(
 
 def _plan_decodes(batch: PagedBatch, kv_heads: int, window: int) -> list[_Decodes]:
     rows = np.flatnonzero((batch.counts == 1) & (batch.lengths > 0))
-    lengths = batch.lengths[rows]
+    lengths = np.minimum(batch.lengths[rows], window) if window else batch.lengths[rows]
     size_class = np.ceil(np.log2(np.maximum(lengths, DECODE_LENGTH_MIN))).astype(np.int64)
     groups = [rows[size_class == size] for size in np.unique(size_class)]
     whole = len(groups) == 1 and len(rows) == len(batch.counts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -63,6 +63,21 @@ class _Decodes:
     row_index: torch.Tensor | None = None
 
 
+@dataclass
+class _PlansInUse:
+    """Plans of the layers of one kind.
+
+    Attributes:
+        known: Those of the previous step.
+        needed: Those of this step so far.
+        current: The batch of this step.
+    """
+
+    known: dict[Hashable, Callable[[PagedBatch], Int32Array]] = field(default_factory=dict)
+    needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = field(default_factory=dict)
+    current: weakref.ref[PagedBatch] | None = None
+
+
 def is_interpreted() -> bool:
     """Return whether Triton runs kernels in its interpreter, on the CPU."""
     return bool(knobs.runtime.interpret)
@@ -79,9 +94,7 @@ class TritonAttention:
     def __init__(self, device: Device) -> None:
         self._target: Target = current_target(device)
         self._reference = ReferenceAttention()
-        self._known: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans of the previous step
-        self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans of this step so far
-        self._current: weakref.ref[PagedBatch] | None = None
+        self._uses = {False: _PlansInUse(), True: _PlansInUse()}  # of layers without and with windows of their own
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._latent_workspaces: dict[tuple[int, int], list[LatentWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
@@ -312,14 +325,18 @@ class TritonAttention:
 
     def _preload(self, batch: PagedBatch) -> None:
         """Send the plans that the previous step needed, in one copy, before the batch is used otherwise."""
-        if batch.is_static or (self._current is not None and self._current() is batch):
+        if batch.is_static:
             return
-        self._known, self._needed, self._current = self._needed, {}, weakref.ref(batch)
-        batch.preload(self._known)
+        uses, first = self._uses[batch.is_window], batch.leader or batch
+        if uses.current is None or uses.current() is not first:
+            uses.known, uses.needed, uses.current = uses.needed, {}, weakref.ref(first)
+            first.preload(uses.known)
+        if batch is not first:
+            batch.preload({})
 
     def _resident(self, batch: PagedBatch, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
         if not batch.is_static:
-            self._needed[key] = make
+            self._uses[batch.is_window].needed[key] = make
         return batch.device_array(key, make)
 
     def _workspace(self, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
@@ -369,6 +386,7 @@ def _prefill_parts(batch: PagedBatch, group: int, steady: bool) -> list[IntArray
 
     group: query heads of a KV head if copies help, else 0. steady: see `copy_groups`.
     """
+    batch = batch.leader or batch
     key = ("prefill parts", group)
     if key not in batch.plans:
         others = _others_of(batch)
@@ -396,6 +414,7 @@ def _others_of(batch: PagedBatch) -> IntArray:
 
 
 def _decodes_of(batch: PagedBatch) -> list[_Decodes]:
+    batch = batch.leader or batch
     if "decodes" not in batch.plans:
         rows = np.flatnonzero(batch.generated)
         batch.plans["decodes"] = [

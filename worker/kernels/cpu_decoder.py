@@ -45,8 +45,8 @@ class CpuDecoder:
         self._attention = DecodeAttention(
             decoder.attention,
             [
-                DecodeLayer(cache, layer.options, layer.heads, 0 if layer.rotary is None else rotated, output)
-                for layer, cache, output in zip(layers, pool.layers, attended, strict=True)
+                DecodeLayer(cache, layer.options, layer.heads, 0 if layer.rotary is None else rotated, output, part)
+                for layer, cache, output, part in zip(layers, pool.layers, attended, pool.parts, strict=True)
             ],
         )
         code = CODES[decoder.table.dtype]

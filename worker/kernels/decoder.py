@@ -175,16 +175,17 @@ class FusedDecoder:
         inputs = None if self.token_inputs is None else token_inputs(ops, self.token_inputs, token_ids, residual)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            cache = pool.layers[index if layer.kv_layer is None else layer.kv_layer]
+            place = index if layer.kv_layer is None else layer.kv_layer
+            cache, own = pool.layers[place], pool.batch_of(place, batch)
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
             angles = None if layer.rotary is None else rotary[layer.rotary]
             if layer.latent is not None and angles is not None:
-                attended = attend_latents(ops, self.attention, layer, normed, angles, cache, batch)
+                attended = attend_latents(ops, self.attention, layer, normed, angles, cache, own)
             else:
-                query = self.project(layer, normed, angles, cache, batch)
+                query = self.project(layer, normed, angles, cache, own)
                 if layer.query_scale is not None:
                     query.mul_(factors[layer.query_scale])
-                attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
+                attended = self.attention.attend(query, cache, own, layer.options).flatten(1)
             before, scale = normed, layer.residual_scale
             normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
             feed, x = layer.feed, before if layer.is_parallel else normed

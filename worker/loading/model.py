@@ -84,12 +84,12 @@ def _attention_forward(
     context = binding.context
     assert context.batch is not None and context.pool is not None, "attention outside LoadedModel.forward"
     assert attention_mask is None, "transformers passed a mask to an attention without masks"
-    layer = context.pool.layers[binding.index]
+    layer, batch = context.pool.layers[binding.index], context.pool.batch_of(binding.index, context.batch)
     assert not layer.latent, "attention over latents runs as described only"
     size, wide = value.shape[3], layer.keys.shape[3]
     query, key, value = (_widened(part[0].transpose(0, 1), wide) for part in (query, key, value))
-    context.attention.write(key, value, layer, context.batch)
-    output = context.attention.attend(query, layer, context.batch, binding.options)
+    context.attention.write(key, value, layer, batch)
+    output = context.attention.attend(query, layer, batch, binding.options)
     return output[..., :size].unsqueeze(0), None
 
 

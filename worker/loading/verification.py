@@ -31,6 +31,7 @@ import torch
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
+from kvforge.worker.attention.windows import WindowTables
 from kvforge.worker.kernels.wide import WideOperations
 
 from .families import counts_positions
@@ -263,7 +264,7 @@ def _paged_logits(model: LoadedModel, sequences: Sequences) -> Logits:
     if geometry.dtype.scale_bytes:  # this tests the model; KV quantisation has its own tests
         geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
     blocks = -(-int(LENGTHS.max()) // geometry.block_size)
-    width = blocks + geometry.state_blocks
+    width = blocks * (1 + geometry.window_pages) + geometry.state_blocks
     tables = np.arange(2 * width, dtype=np.int32)[::-1].reshape(2, width).copy()
     pool = KvPool(geometry, 2 * width, model.device)
     try:
@@ -287,8 +288,13 @@ def _pass(
     counts: npt.NDArray[np.int32],
     sequences: Sequences,
 ) -> torch.Tensor:
-    states = tables[:, tables.shape[1] - model.geometry.state_blocks :]
-    batch = pool.batch(tables, starts, counts, states=states)
+    geometry = pool.geometry  # pages have the size of this pool's dtype
+    blocks = -(-int(LENGTHS.max()) // geometry.block_size)
+    tables, rings, states = np.split(tables, [blocks, blocks * (1 + geometry.window_pages)], axis=1)
+    windows = None
+    if geometry.window:
+        windows = WindowTables(np.zeros(len(tables), np.int64), rings.reshape(len(tables), blocks, -1))
+    batch = pool.batch(tables, starts, counts, states=states, windows=windows)
     spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     token_ids = np.concatenate([sequence[span] for sequence, span in zip(sequences, spans, strict=True)])
     upload = model.device.upload

@@ -53,10 +53,10 @@ def test_units_are_as_large_as_a_page_allows() -> None:
     assert StateLayout(STATES[1:2], 640).pages == 3  # 640 = 2.5 matrices: none is cut
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 def test_a_state_comes_back_from_scattered_pages_and_touches_no_other(kv_dtype: str, cpu: Device) -> None:
     pool = KvPool(geometry(kv_dtype=kv_dtype), 40, cpu)
-    (memory,) = pool.tensors()
+    memory, *_ = pool.tensors()
     memory.view(torch.uint8).random_(0, 255)
     before = memory.view(torch.uint8).clone()
     count, generator = pool.geometry.state_blocks, torch.Generator().manual_seed(1)
@@ -100,21 +100,27 @@ def test_the_bytes_of_a_pool_in_pages_are_those_of_its_keys_and_values(cpu: Devi
     assert not list(pool.tensors()) and pool.states is None
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize("sliced", [16, 0])
-def test_copies_and_zeros_reach_all_layers_of_a_page(sliced: int, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_and_zeros_reach_all_layers_of_a_page(
+    sliced: int, kv_dtype: str, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvforge.worker.attention.pool.SLICED_COPIES_MAX", sliced)
-    pool = KvPool(geometry(), 6, cpu)
-    (memory,) = pool.tensors()
-    memory.view(torch.int32).random_(-(2**31), 2**31 - 1)  # among them NaN with payloads
-    before = memory.view(torch.int32).clone()
+    pool = KvPool(geometry(kv_dtype=kv_dtype), 6, cpu)
+    tensors = [memory.view(torch.uint8) for memory in pool.tensors()]
+    assert len(tensors) == (1 if kv_dtype == "float32" else 2)  # scales lie apart
+    for memory in tensors:
+        memory.random_(0, 255)  # among them NaN with payloads
+    befores = [memory.clone() for memory in tensors]
     pool.copy_blocks(np.array([[0, 3, 8], [1, 4, 5], [2, 5, 0]], np.int32))
-    after = memory.view(torch.int32)
-    assert torch.equal(after[3], before[0])
-    assert torch.equal(after[4, :, :5], before[1, :, :5]) and torch.equal(after[4, :, 5:], before[4, :, 5:])
-    assert torch.equal(after[[0, 1, 2, 5]], before[[0, 1, 2, 5]])
+    for after, before in zip(tensors, befores, strict=True):
+        assert torch.equal(after[3], before[0])
+        assert torch.equal(after[4, :, :5], before[1, :, :5]) and torch.equal(after[4, :, 5:], before[4, :, 5:])
+        assert torch.equal(after[[0, 1, 2, 5]], before[[0, 1, 2, 5]])
     pool.zero_blocks(np.array([1, 4], np.int32))
-    assert not after[[1, 4]].any()
-    assert torch.equal(after[[0, 2, 5]], before[[0, 2, 5]])
+    for after, before in zip(tensors, befores, strict=True):
+        assert not after[[1, 4]].any()
+        assert torch.equal(after[[0, 2, 5]], before[[0, 2, 5]])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,6 @@ def test_copies_and_zeros_reach_all_layers_of_a_page(sliced: int, cpu: Device, m
     [
         ((LayerShape(2, 8), LayerShape(1, 16)), 8, "float32", "layers"),
         ((LayerShape(2, 8), LayerShape(2, 8, shared_with=0)), 8, "float32", "layers"),
-        ((LayerShape(2, 8),), 8, "int8", "kv_dtype"),
         ((LayerShape(1, 1),), 1, "float32", "bytes_per_block"),
     ],
 )
@@ -148,19 +153,25 @@ def attentions() -> list[str]:
     return [*found, "triton"] if importlib.util.find_spec("triton") is not None else found
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize("kind", attentions())
 @pytest.mark.parametrize("step", STEPS)
-def test_attention_over_pages_gives_the_bits_of_a_pool_of_layers(kind: str, step: str, cpu: Device) -> None:
+def test_attention_over_pages_gives_the_bits_of_a_pool_of_layers(
+    kind: str, step: str, kv_dtype: str, cpu: Device
+) -> None:
     """A pool in pages differs by nothing but its tables."""
     attention: PagedAttention = ReferenceAttention() if kind == "reference" else choose_attention(cpu, kind)
     rows = STEPS[step] if kind != "triton" else [(start % 40, min(count, 20)) for start, count in STEPS[step]]
     for layers, heads in ((1, HEADS["GQA"]), (3, HEADS["MQA"])):
         case = Case(rows, heads, 32, 8, cpu)
         shapes = (LayerShape(heads[1], 32),) * layers
-        paged = KvPool(KvGeometry(shapes, 8, "float32", STATES), len(case.keys), cpu)
-        plain = KvPool(KvGeometry(shapes, 8, "float32"), len(case.keys), cpu)
+        paged = KvPool(KvGeometry(shapes, 8, kv_dtype, STATES), len(case.keys), cpu)
+        plain = KvPool(KvGeometry(shapes, 8, kv_dtype), len(case.keys), cpu)
         for tensor in (*paged.tensors(), *plain.tensors()):
-            tensor.fill_(float("nan"))
+            if tensor.dtype == torch.float32:
+                tensor.fill_(float("nan"))
+            else:
+                tensor.view(torch.int8).fill_(127)  # NaN in fp8
         for layer in range(layers):
             found = []
             for pool in (plain, paged):
@@ -176,7 +187,7 @@ def test_attention_over_pages_gives_the_bits_of_a_pool_of_layers(kind: str, step
         for layer in range(layers):  # no layer wrote into another one's part of a page
             for ours, theirs in zip(paged.layers[layer].tensors(), plain.layers[layer].tensors(), strict=True):
                 entries = ours[:: paged.geometry.entries_per_block]
-                assert torch.equal(entries.nan_to_num(9), theirs.nan_to_num(9))
+                assert torch.equal(entries.contiguous().view(torch.uint8), theirs.view(torch.uint8))
         paged.close()
         plain.close()
 

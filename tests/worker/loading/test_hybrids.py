@@ -115,6 +115,28 @@ def test_states_in_16_bits(
     assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
 
 
+@pytest.mark.parametrize(("kv_dtype", "allowed"), [("int8", 0.02), ("fp8", 0.1)])
+@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+def test_keys_and_values_of_8_bits_beside_states(
+    name: str,
+    kv_dtype: str,
+    allowed: float,
+    tiny: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    """Quantising K and V rounds the logits, as in a model without states, and leaves the states alone."""
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, **fields)
+    quantised = tiny(model_type, block_size=16, kv_dtype=kv_dtype, **fields)
+    assert quantised.geometry.bytes_per_block < model.geometry.bytes_per_block / 2
+    assert quantised.geometry.state_blocks >= model.geometry.state_blocks
+    sequence = np.random.default_rng(5).integers(0, model.vocab_size, 70)
+    want = paged_logits(model, [sequence], [[70]])[0]
+    found = [paged_logits(quantised, [sequence], schedule)[0] for schedule in ([[70]], [[64], [6]])]
+    assert torch.equal(*found)
+    assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_the_kernels_of_states_are_named(name: str, tiny: Callable[..., LoadedModel]) -> None:
     model_type, fields = HYBRIDS[name]

@@ -1,0 +1,268 @@
+"""The layout of a KV pool: its layers, and the bytes of a block.
+
+Memory is layer-major: K and V of each layer have a tensor of their own. For models with recurrent states, and for those
+with layers that keep a window, it is page-major: the K and V of several layers of a block lie together in one *page*.
+
+A page of a model without windows has the K and V of all layers, so that it can hold a part of a sequence's state
+instead. In a model with windows, a page has the K and V of as many layers as attend to all tokens. A block of
+these layers is one page; a block of the others is `window_pages` pages, which the sequence gives up once no later
+token can see them. So both kinds share one pool.
+
+Invariant: every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from kvforge.protocol.errors import InvalidConfiguration
+
+from .states import StateLayout, StateTensor
+
+BYTES_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class KvDtype:
+    """Storage format of K and V. scale_bytes: bytes of a float32 scale per token and head, for each of K and V."""
+
+    name: str
+    itemsize: int
+    scale_bytes: int
+    torch_dtype: torch.dtype
+
+
+KV_DTYPES: dict[str, KvDtype] = {
+    dtype.name: dtype
+    for dtype in (
+        KvDtype("float32", 4, 0, torch.float32),
+        KvDtype("float16", 2, 0, torch.float16),
+        KvDtype("bfloat16", 2, 0, torch.bfloat16),
+        KvDtype("int8", 1, 4, torch.int8),
+        KvDtype("fp8", 1, 4, torch.float8_e4m3fn),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The memory of one layer.
+
+    Attributes:
+        kv_heads: KV heads.
+        head_size: Numbers of a head.
+        shared_with: Index of an earlier layer of the same shape with the same K and V, which has the memory of both;
+            None: memory of its own.
+        latent: A token has one latent of this many numbers, with its rotary key behind it, and they are K; the latent
+            is V as well (see KvLayer). There is one KV head then. 0: K and V are stored apart.
+        window: The layer keeps K and V only of tokens that a later one can see, which are the last `window` (see
+            `windows`). 0: it keeps those of all tokens.
+    """
+
+    kv_heads: int
+    head_size: int
+    shared_with: int | None = None
+    latent: int = 0
+    window: int = 0
+
+    @property
+    def stored(self) -> int:
+        """How often the numbers of a head are stored: 2 for K and V, 1 for a latent."""
+        return 1 if self.latent else 2
+
+
+@dataclass(frozen=True)
+class KvGeometry:
+    """Layout of a block: `block_size` tokens of K and V for every layer. Layers may differ in shape.
+
+    Attributes:
+        layers: The layers that attend.
+        block_size: Tokens per block.
+        kv_dtype: A name in `KV_DTYPES`.
+        states: The recurrent state of a sequence, for models that have one.
+
+    With states or windows, all layers have the same shape, apart from their windows. With states they have memory of
+    their own. All windows are equal, and at least one layer has none.
+
+    Raises:
+        InvalidConfiguration: Names the invalid field: block_size, layers, kv_heads, head_size, latent, shared_with,
+            window, kv_dtype, bytes_per_block.
+    """
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    kv_dtype: str
+    states: tuple[StateTensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfiguration("kv_dtype", f"{self.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
+        require_positive("layers", len(self.layers))
+        require_positive("block_size", self.block_size)
+        for shape in self.layers:
+            require_positive("kv_heads", shape.kv_heads)
+            require_positive("head_size", shape.head_size)
+            if shape.latent and not (0 < shape.latent <= shape.head_size and shape.kv_heads == 1):
+                problem = (
+                    f"{shape.latent} of {shape.kv_heads} KV heads of {shape.head_size}: expected a part of one head"
+                )
+                raise InvalidConfiguration("latent", problem)
+        for index, shape in enumerate(self.layers):
+            shared = shape.shared_with
+            if shared is not None and not (
+                0 <= shared < index and self.layers[shared] == replace(shape, shared_with=None)
+            ):
+                problem = (
+                    f"layer {index} cannot share the memory of layer {shared}: expected an earlier layer of its shape"
+                )
+                raise InvalidConfiguration("shared_with", problem)
+        if self.is_paged:
+            self._check_pages()
+        if self.bytes_per_block > BYTES_MAX:
+            raise InvalidConfiguration("bytes_per_block", f"{self.bytes_per_block} does not fit in 64 bits")
+        if self.states:
+            assert self.state_layout is not None  # checks the size of a page
+
+    def _check_pages(self) -> None:
+        """Check that all K and V of a block are equal parts of pages."""
+        windows = {shape.window for shape in self.layers}
+        if min(windows) != 0 or len(windows) > 2:
+            problem = f"layers have windows of {sorted(windows)} tokens: expected one size, and a layer without any"
+            raise InvalidConfiguration("window", problem)
+        first = replace(self.layers[0], window=0)
+        reason = "a model with recurrent states" if self.states else "a model that keeps windows"
+        for index, shape in enumerate(self.layers):
+            alike = replace(shape, window=0, shared_with=shape.shared_with if self.states else None)
+            if alike != first:
+                problem = f"layer {index} is {shape}, the first {self.layers[0]}: {reason} needs equal layers"
+                raise InvalidConfiguration("layers", problem)
+
+    @property
+    def window(self) -> int:
+        """Tokens of the window that some layers keep; 0: all layers keep all tokens."""
+        return max(shape.window for shape in self.layers)
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether memory is page-major."""
+        return bool(self.states) or self.window > 0
+
+    @cached_property
+    def state_layout(self) -> StateLayout | None:
+        """The places of a sequence's state in its pages; None for a model without one."""
+        scales = self.dtype.scale_bytes * self._heads_per_token * self.block_size  # in memory of their own
+        return StateLayout(self.states, self.bytes_per_block - scales) if self.states else None
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that a sequence's state takes; 0 for a model without one."""
+        return self.state_layout.pages if self.state_layout is not None else 0
+
+    @property
+    def entries_per_block(self) -> int:
+        """Entries of a layer's K and V tensors from one block to the next: see the module."""
+        return len(self._owners(0)) * self.layers[0].stored if self.is_paged else 1
+
+    @property
+    def window_pages(self) -> int:
+        """Pages of a block of all layers that keep a window; 0: there are none."""
+        return -(-len(self._owners(self.window)) // len(self._owners(0))) if self.window else 0
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Where each layer's K lies, in page-major memory: (part, entry).
+
+        Part 0 is the page of the layers without a window, part 1 + q is page q of those with one.
+        """
+        found: list[tuple[int, int]] = []
+        own, counted = len(self._owners(0)), {False: 0, True: 0}
+        for shape in self.layers:
+            if shape.shared_with is not None:
+                found.append(found[shape.shared_with])
+                continue
+            number = counted[shape.window > 0]
+            counted[shape.window > 0] += 1
+            found.append((number // own + (shape.window > 0), number % own * shape.stored))
+        return tuple(found)
+
+    def _owners(self, window: int) -> list[LayerShape]:
+        """Return the layers with this window and memory of their own."""
+        return [shape for shape in self.layers if shape.window == window and shape.shared_with is None]
+
+    @property
+    def _heads_per_token(self) -> int:
+        """Heads that a block stores for each of its tokens."""
+        return sum(shape.stored * shape.kv_heads for shape in self._owners(0))
+
+    @classmethod
+    def uniform(cls, *, layers: int, kv_heads: int, head_size: int, block_size: int, kv_dtype: str) -> KvGeometry:
+        """Return the geometry of `layers` equal layers.
+
+        Raises:
+            InvalidConfiguration: Names the invalid field.
+        """
+        require_positive("layers", layers)
+        if layers > 1 << 20:  # a tuple of 2**60 shapes would exhaust memory before any bound is checked
+            raise InvalidConfiguration("layers", f"{layers} is more than {1 << 20}")
+        return cls((LayerShape(kv_heads, head_size),) * layers, block_size, kv_dtype)
+
+    @property
+    def dtype(self) -> KvDtype:
+        """The storage format."""
+        return KV_DTYPES[self.kv_dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block.
+
+        That is 2 (K and V) x sum over layers of kv_heads x (head_size x itemsize + scale bytes) x block_size. A layer
+        with latents stores them once instead of twice, and one that shares another one's memory adds nothing. Layers
+        that keep a window add nothing either: a block of theirs is `window_pages` blocks.
+
+        For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
+        (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
+        """
+        dtype = self.dtype
+        own = self._owners(0)
+        per_token = sum(s.stored * s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
+        return per_token * self.block_size
+
+    def bytes_for(self, blocks: int) -> int:
+        """Return the bytes of a pool of `blocks` blocks.
+
+        Raises:
+            InvalidConfiguration: Names `blocks`.
+        """
+        require_positive("blocks", blocks)
+        total = blocks * self.bytes_per_block
+        if total > BYTES_MAX:
+            raise InvalidConfiguration("blocks", f"{blocks} blocks take {total} bytes, which do not fit in 64 bits")
+        return total
+
+    def blocks_for(self, memory_bytes: int) -> int:
+        """Return the most blocks that fit into `memory_bytes`.
+
+        Raises:
+            InvalidConfiguration: Not even one fits.
+        """
+        require_positive("memory_bytes", memory_bytes)
+        blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block
+        if blocks == 0:
+            problem = f"{memory_bytes} bytes hold no block; one takes {self.bytes_per_block}"
+            raise InvalidConfiguration("memory_bytes", problem)
+        return blocks
+
+
+def require_positive(field: str, value: int) -> None:
+    """Check that a value is an integer of at least 1.
+
+    Raises:
+        InvalidConfiguration: Names `field`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidConfiguration(field, f"must be an integer, not {value!r}")
+    if value < 1:
+        raise InvalidConfiguration(field, f"must be at least 1, not {value}")
