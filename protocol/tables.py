@@ -348,10 +348,28 @@ class TablesReader:
         """
         if not 0 < width <= self.geometry.states_per_sequence:
             raise ValueError(f"width must be 1 to {self.geometry.states_per_sequence}, not {width}")
-        at = np.asarray(slots, np.intp)
+        return self._states(np.asarray(slots, np.intp), slice(width))
+
+    def state_cells(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Array:
+        """Read single columns of the state table, those of windows among them; each row is consistent.
+
+        Args:
+            slots: [n] integers, the slots of the rows.
+            columns: [n, m] integers, the columns of each row.
+
+        Returns:
+            Global block ids, [n, m] int32.
+
+        Raises:
+            IndexError: A slot or a column does not exist.
+            DeadlineExceeded: A row stays inconsistent because its writer died during a write.
+        """
+        return self._states(np.asarray(slots, np.intp), np.asarray(columns, np.intp))
+
+    def _states(self, at: npt.NDArray[np.intp], columns: slice | npt.NDArray[np.intp]) -> Int32Array:
         for _ in attempts():
             over = self._rows_written.item()
-            found: Int32Array = self._state_table[at, :width]
+            found: Int32Array = self._state_table[at if isinstance(columns, slice) else at[:, None], columns]
             versions = self._row_version[at]
             (torn,) = (versions > over).nonzero()
             if not torn.size:

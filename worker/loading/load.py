@@ -16,6 +16,7 @@ from kvforge.protocol.errors import InvalidConfiguration, KernelError, KvforgeEr
 from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import choose_attention
 from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry
+from kvforge.worker.attention.windows import WindowLimits, choose_geometry
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.device.targets import check_dtypes
@@ -106,6 +107,7 @@ def load_model(
     context_tokens_max: int = 0,
     ranks: Ranks | None = None,
     expert_parallel: bool = False,
+    windows: WindowLimits | None = None,
 ) -> LoadedModel:
     """Load a model, and verify that it computes the same as transformers' own layers and attention.
 
@@ -123,6 +125,7 @@ def load_model(
         context_tokens_max: Positions to serve; 0: the model's context length (see `loading.rope`).
         ranks: The group of ranks that compute the model together; all load it at the same time.
         expert_parallel: Whether ranks divide the experts of a mixture among them, not each expert.
+        windows: The coordinator's limits of windows; None: all layers keep all tokens.
 
     Returns:
         The loaded model.
@@ -182,6 +185,7 @@ def load_model(
     if bound.states and ranks is not None:
         raise UnsupportedModel(found.name, "its layers keep a recurrent state, which several ranks cannot divide")
     geometry = KvGeometry(shapes, block_size, kv_dtype, bound.states)
+    geometry = choose_geometry(geometry, [each.window for each in bound_options(module)], windows, served_tokens)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
     operations = choose_operations(device, torch_dtype)

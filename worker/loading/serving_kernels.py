@@ -20,9 +20,10 @@ LENGTH_MAX = 500  # the coordinator's limit is 1000
 
 def serving_kernels(model: LoadedModel) -> dict[str, str]:
     """Describe the kernels of decode, prefill, layers and sampling. Different layers are all listed."""
+    geometry = model.geometry
     decodes: dict[str, None] = {}
     prefills: dict[str, None] = {}
-    for shape, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
+    for shape, options in zip(geometry.layers, bound_options(model.module), strict=True):
         decode, prefill = _attention(model, shape, options)
         decodes[decode], prefills[prefill] = None, None
     kernels = {
@@ -32,9 +33,12 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "sampling": _sampling(model),
         "determinism": model.info.determinism,
     }
-    if model.geometry.states:
-        layers = len({tensor.layer for tensor in model.geometry.states})
+    if geometry.states:
+        layers = len({tensor.layer for tensor in geometry.states})
         kernels["states"] = f"transformers' own: {layers} layers, one row after the other"
+    if geometry.window:
+        kept = sum(shape.window > 0 for shape in geometry.layers)
+        kernels["windows"] = f"{kept} of {len(geometry.layers)} layers keep the KV of {geometry.window} tokens"
     if model.ranks is not None:
         kernels["ranks"] = model.ranks.describe()
     return {what: kernel[:LENGTH_MAX] for what, kernel in kernels.items()}

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import Int32Array, Step
+from kvforge.worker.attention.windows import WindowTables, seen_blocks
 from kvforge.worker.sampling.sampler import NO_TOKEN
 
 from .row_start_checks import split_history
@@ -33,6 +34,8 @@ class StepLimits:
     blocks: int
     block_size: int
     state_blocks: int = 0
+    window: int = 0
+    window_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Rows:
         scoring: The prompt tokens to score; None for none.
         states: [rows, state blocks] int32, the pages of each row's recurrent state, pool-local block ids; None for a
             model without one.
+        windows: The pages of layers that keep a window; None for a model without such layers.
     """
 
     slots: Int32Array
@@ -85,6 +89,7 @@ class Rows:
     generated: BoolArray
     scoring: Scoring | None = None
     states: Int32Array | None = None
+    windows: WindowTables | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -104,11 +109,16 @@ class Rows:
             self.generated[inside],
             None if self.scoring is None else replace(self.scoring, places=self.scoring.places[inside]),
             None if self.states is None else self.states[keep],
+            None if self.windows is None else self.windows.pick(keep),
         )
 
 
 def find_malformed(
-    step: Step, tables: npt.NDArray[Any], limits: StepLimits, states: npt.NDArray[Any] | None = None
+    step: Step,
+    tables: npt.NDArray[Any],
+    limits: StepLimits,
+    states: npt.NDArray[Any] | None = None,
+    windows: WindowTables | None = None,
 ) -> InvalidRequest | None:
     """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
@@ -122,6 +132,8 @@ def find_malformed(
     if tables.ndim != 2 or tables.dtype != np.int32 or len(tables) != rows:
         return InvalidRequest("tables", f"must be [{rows}, width] int32, not {tables.shape} {tables.dtype}")
     if (fault := _malformed_states(states, rows, limits.state_blocks)) is not None:
+        return fault
+    if (fault := _malformed_windows(windows, rows, limits.window_pages)) is not None:
         return fault
     if rows > limits.step_rows_max:
         return InvalidRequest("slots", f"{rows} rows are more than step_rows_max = {limits.step_rows_max}")
@@ -208,6 +220,37 @@ def _malformed_states(states: npt.NDArray[Any] | None, rows: int, width: int) ->
     return None
 
 
+def _malformed_windows(windows: WindowTables | None, rows: int, width: int) -> InvalidRequest | None:
+    """Return the fault of the window pages of a step, or None."""
+    if windows is None:
+        return InvalidRequest("windows", f"must be [{rows}, blocks, {width}] int32, not None") if width else None
+    pages, first = windows.pages, windows.first
+    if pages.ndim != 3 or pages.shape[::2] != (rows, width) or pages.dtype != np.int32 or first.shape != (rows,):
+        problem = f"must be [{rows}, blocks, {width}] int32, not {pages.shape} {pages.dtype}"
+        return InvalidRequest("windows", problem)
+    return None
+
+
+def _window_pages(rows: Rows, limits: StepLimits) -> tuple[Int32Array, BoolArray]:
+    """Return the window pages that each row writes or sees, [rows, n] int32, and which of these entries count."""
+    assert rows.windows is not None
+    ends = rows.starts.astype(np.int64) + rows.counts
+    first, last = seen_blocks(rows.starts, ends, limits.window, limits.block_size)
+    pages = rows.windows.pages
+    blocks = rows.windows.first[:, None] + np.arange(pages.shape[1])
+    counts = (blocks >= first[:, None]) & (blocks <= last[:, None])
+    return pages.reshape(len(pages), -1), np.repeat(counts, pages.shape[2], axis=1)
+
+
+def _lacks_windows(rows: Rows, limits: StepLimits) -> BoolArray:
+    """Return a mask [rows] of rows that write or see a block that their window tables do not have."""
+    assert rows.windows is not None
+    ends = rows.starts.astype(np.int64) + rows.counts
+    first, last = seen_blocks(rows.starts, ends, limits.window, limits.block_size)
+    width = rows.windows.pages.shape[1]
+    return np.asarray((first < rows.windows.first) | (last >= rows.windows.first + width))
+
+
 def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArray:
     """Return a mask [rows] of rows in which `_row_problem` would find a problem of the row itself."""
     slots, starts, width = rows.slots, rows.starts, rows.tables.shape[1]
@@ -228,6 +271,9 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
     if rows.states is not None:
         suspect |= (rows.states.view(np.uint32) >= limits.blocks).any(axis=1)
         suspect |= (np.diff(np.sort(rows.states, axis=1), axis=1) == 0).any(axis=1)
+    if rows.windows is not None:
+        pages, counts = _window_pages(rows, limits)
+        suspect |= ((pages.view(np.uint32) >= limits.blocks) & counts).any(axis=1) | _lacks_windows(rows, limits)
     return np.asarray(suspect)
 
 
@@ -263,8 +309,26 @@ def _row_problem(
         return InvalidRequest("tables", f"block {worst} is not one of the pool's {limits.blocks}")
     if bad_targets and not bad_targets.isdisjoint(blocks.tolist()):
         return InvalidRequest("copies", "a copy for a block of this row is out of bounds")
+    if rows.windows is not None:
+        problem = _window_problem(rows, row, bad_targets, limits)
+        if problem is not None:
+            return problem
     if rows.states is not None:
         return _state_problem(rows.states[row], bad_targets, limits.blocks)
+    return None
+
+
+def _window_problem(rows: Rows, row: int, bad_targets: frozenset[int], limits: StepLimits) -> InvalidRequest | None:
+    alone = rows.pick(np.arange(len(rows)) == row)
+    if _lacks_windows(alone, limits).any():
+        return InvalidRequest("windows", "the row sees blocks that its window table does not have")
+    pages, counts = _window_pages(alone, limits)
+    held = pages[counts]
+    if held.min() < 0 or held.max() >= limits.blocks:
+        worst = int(held.min() if held.min() < 0 else held.max())
+        return InvalidRequest("windows", f"block {worst} is not one of the pool's {limits.blocks}")
+    if not bad_targets.isdisjoint(held.tolist()):
+        return InvalidRequest("copies", "a copy for a window page of this row is out of bounds")
     return None
 
 

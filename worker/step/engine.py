@@ -28,14 +28,34 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.model_path import find_model
 
-from .memory import DeviceBytes, MemoryAccounts, check_kv_bytes, check_states, make_runner, pool_blocks, weight_bytes
+from .memory import (
+    DeviceBytes,
+    MemoryAccounts,
+    check_kv_bytes,
+    check_states,
+    make_runner,
+    pool_blocks,
+    ring_blocks,
+    weight_bytes,
+    window_limits,
+)
 from .runner import ModelRunner
 
 log = logging.getLogger("worker")
 
 
 class Engine:
-    """The worker's model, KV pool and runner, made once when the first coordinator has sent its limits."""
+    """The worker's model, KV pool and runner, made once when the first coordinator has sent its limits.
+
+    Attributes:
+        config: The worker's configuration.
+        device: The device.
+        ranks: The group of ranks; None for one.
+        model: The model.
+        pool: Its KV pool.
+        runner: Runs the steps of the present coordinator.
+        ring_blocks: Blocks of a sequence's ring of window pages; 0: no layer keeps a window.
+    """
 
     def __init__(
         self,
@@ -87,6 +107,7 @@ class Engine:
             context_tokens_max=config.context_tokens_max,
             ranks=self.ranks,
             expert_parallel=config.expert_parallel,
+            windows=window_limits(welcome),
         )
         check_states(self.model, welcome)
         self.device.release_cached()
@@ -106,7 +127,7 @@ class Engine:
         for what, kernel in self.kernels().items():
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: ModelRunner = self._make_runner(welcome)
-        self._limits = _limits(welcome)
+        self._limits, self.ring_blocks = _limits(welcome), ring_blocks(self.model, welcome)
         progress("preparing grammars", 1.0)
         # Otherwise steps would stall for a second when the first grammar arrives.
         problem = self.runner.shaping.grammars.prepare()
@@ -127,6 +148,7 @@ class Engine:
                 f"{self.model.geometry.block_size}: restart the worker"
             )
         check_states(self.model, welcome)
+        self.ring_blocks = ring_blocks(self.model, welcome)
         if _limits(welcome) == self._limits:
             self.runner.reset()
         else:

@@ -111,9 +111,7 @@ class DecodeGraphs:
         self._buckets: dict[int, _Bucket] = {}
         self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
         self._memory = model.device.graph_memory()
-        self._places: PagedBatch | None = PagedBatch.static(
-            self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS
-        )
+        self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
         self._landing = HostBuffer(model.device, 3 * self._sizes[-1])
         self._logits: torch.Tensor | None = None  # last launch
 
@@ -264,7 +262,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> _Bucket:
         model, state, device = self._model, self._state, self._model.device
-        batch = PagedBatch.static(size, self._width, self._pool.block_size, device, self._places, INPUTS)
+        batch = self._pool.static_batch(size, self._width, self._places, INPUTS)
         results = torch.zeros(3 * size, dtype=torch.int32, device=device.torch_device)
         left: list[torch.Tensor] = []  # the logits
 
@@ -289,4 +287,4 @@ class DecodeGraphs:
         packed = np.zeros((INPUTS, bucket.rows), np.int32)
         packed[1, count:] = self._state.slots_max
         packed[:, :count] = rows.tokens, rows.slots, rows.starts, wanted
-        bucket.batch.fill(rows.tables, rows.starts + 1, packed.reshape(-1))
+        self._pool.fill(bucket.batch, rows.tables, rows.starts + 1, packed.reshape(-1), rows.windows)

@@ -55,6 +55,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.notify import Watchdog, notify, working
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.tables import TablesReader
+from kvforge.worker.attention.windows import WindowTables, ring_columns
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.cores import Cores, CoreShare
 from kvforge.worker.startup import StartupTimeline
@@ -313,6 +314,9 @@ class Worker:
             wants_kinds=model.wants_kinds,
             state_blocks=model.geometry.state_blocks,
             prompt_chunk=model.prompt_chunk,
+            window=model.geometry.window,
+            window_pages=model.geometry.window_pages,
+            window_blocks=self._engine.ring_blocks,
         )
         self._connection.watch(None, 0)
         reply = self._ask(ready)
@@ -403,13 +407,14 @@ class Worker:
         found = self._tables_of(step)
         if found is None:
             return
-        tables, states = found
+        tables, states, windows = found
         if base:
             tables, states = tables - base, None if states is None else states - base
+            windows = None if windows is None else replace(windows, pages=windows.pages - base)
         runner.meter.read_ns += time.monotonic_ns() - started_ns
         step = pool_local(step, base)
         try:
-            self._under_way.append((step.step_id, runner.launch(step, tables, states)))
+            self._under_way.append((step.step_id, runner.launch(step, tables, states, windows)))
         except FatalStepError as error:
             self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise
@@ -465,20 +470,30 @@ class Worker:
             self._connection.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise error
 
-    def _tables_of(self, step: Step) -> tuple[Int32Array, Int32Array | None] | None:
-        """Read the block tables of the step's rows, and the pages of their states, from shared memory; ids are global.
+    def _tables_of(self, step: Step) -> tuple[Int32Array, Int32Array | None, WindowTables | None] | None:
+        """Read the block tables of the step's rows, and the pages of their states and windows, from shared memory.
 
-        Returns None if the coordinator ended while it wrote them. A suspended coordinator is waited for.
+        Ids are global. Returns None if the coordinator ended while it wrote them. A suspended one is waited for.
         """
         assert self._tables is not None
-        block_size, pages = self._runner.pool.block_size, self._runner.pool.geometry.state_blocks
+        assert self._engine is not None
+        geometry, ring = self._runner.pool.geometry, self._engine.ring_blocks
+        block_size, pages, each = geometry.block_size, geometry.state_blocks, geometry.window_pages
         if not step.slots.size:
-            return np.zeros((0, 1), np.int32), np.zeros((0, pages), np.int32) if pages else None
+            none = WindowTables(np.zeros(0, np.int64), np.zeros((0, 1, each), np.int32)) if each else None
+            return np.zeros((0, 1), np.int32), np.zeros((0, pages), np.int32) if pages else None, none
         width = int(-(-int((step.starts + step.counts).max()) // block_size))
         while True:
             try:
                 tables = self._tables.rows(step.slots, width)[0]
-                return tables, self._tables.states(step.slots, pages) if pages else None
+                states = self._tables.states(step.slots, pages) if pages else None
+                if not each:
+                    return tables, states, None
+                ends = step.starts + step.counts
+                first, places = ring_columns(step.starts, ends, geometry.window, block_size, ring)
+                columns = (pages + places[..., None] * each + np.arange(each)).reshape(len(first), -1)
+                cells = self._tables.state_cells(step.slots, columns)
+                return tables, states, WindowTables(first, cells.reshape(len(first), -1, each))
             except DeadlineExceeded:
                 self._feed()
                 self._connection.look()

@@ -12,10 +12,11 @@ from itertools import chain
 
 import numpy as np
 
-from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, ProtocolError
 from kvforge.protocol.messages import TOP_LOGPROBS_MAX, RowStart, SamplingParams, Step, WorkerWelcome
 from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.windows import WindowLimits, WindowTables
 from kvforge.worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.packed import stored_bytes
@@ -98,19 +99,39 @@ def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
 
 
 def check_states(model: LoadedModel, welcome: WorkerWelcome) -> None:
-    """Refuse a model with a recurrent state of more blocks than the coordinator's tables have.
+    """Refuse a model with more blocks beside a sequence's block table than the coordinator's tables have.
+
+    These hold a recurrent state, and a ring of window pages.
 
     Raises:
         InvalidConfiguration: Names `limits.state_blocks_max`.
+        ProtocolError: The pool was made for a coordinator that knows windows, and this one does not.
     """
-    needed, most = model.geometry.state_blocks, welcome.state_blocks_max
+    geometry, most = model.geometry, welcome.state_blocks_max
+    if geometry.window and not welcome.window_ahead:
+        raise ProtocolError("the coordinator knows no windows, and this worker's pool has some: restart the worker")
+    needed = geometry.state_blocks + ring_blocks(model, welcome) * geometry.window_pages
     if needed > most:
         if most:
             remedy = "raise it, or the coordinator's cache.block_size"
         else:
             remedy = "the coordinator is of a version without recurrent states: update it"
-        problem = f"{most}, and the recurrent state of a sequence of {model.info.name} takes {needed} blocks"
+        kept = "recurrent state" if not geometry.window else "ring of windows"
+        problem = f"{most}, and the {kept} of a sequence of {model.info.name} takes {needed} blocks"
         raise InvalidConfiguration("limits.state_blocks_max", f"is {problem}: {remedy}")
+
+
+def window_limits(welcome: WorkerWelcome) -> WindowLimits | None:
+    """Return the coordinator's limits of windows; None: it knows none."""
+    if not welcome.window_ahead:
+        return None
+    return WindowLimits(welcome.window_ahead, welcome.blocks_per_sequence_max, welcome.state_blocks_max)
+
+
+def ring_blocks(model: LoadedModel, welcome: WorkerWelcome) -> int:
+    """Return the blocks of a sequence's ring of window pages; 0: no layer keeps a window."""
+    limits, geometry = window_limits(welcome), model.geometry
+    return limits.ring_blocks(geometry.window, geometry.block_size) if limits is not None and geometry.window else 0
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
@@ -177,11 +198,12 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
     tables[0] = np.arange(width)
     tables[1:, 0] = width
     free_before = device.free_bytes()
-    pool = KvPool(model.geometry, width + 1 + pages, device)
+    windows, needed = _trial_windows(model, counts, width + 1 + pages)
+    pool = KvPool(model.geometry, needed, device)
     try:
         with device.errors("trying the largest step"):
             runner = make_runner(model, pool, welcome, graph_rows_max)
-            outcome = runner.run(_largest_step(counts), tables, states)
+            outcome = runner.run(_largest_step(counts), tables, states, windows)
             for error in outcome.errors[:1]:
                 kind = KernelError if error.error.code == KernelError.code else GpuError
                 raise kind(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")
@@ -193,6 +215,23 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
     finally:
         pool.close()
     return step_bytes + graph_bytes
+
+
+def _trial_windows(
+    model: LoadedModel, counts: np.ndarray[tuple[int], np.dtype[np.int32]], used: int
+) -> tuple[WindowTables | None, int]:
+    """Return the window pages of rows at their beginning, from page `used` on, and the pages of the pool.
+
+    The first row has pages of its own, and all others have common ones: their contents do not matter.
+    """
+    pages, size = model.geometry.window_pages, model.geometry.block_size
+    if not pages:
+        return None, used
+    width = -(-int(counts[0]) // size)
+    tables = np.zeros((len(counts), width, pages), np.int32)
+    tables[0] = np.arange(used, used + width * pages, dtype=np.int32).reshape(width, pages)
+    tables[1:, 0] = np.arange(used + width * pages, used + (width + 1) * pages, dtype=np.int32)
+    return WindowTables(np.zeros(len(counts), np.int64), tables), used + (width + 1) * pages
 
 
 def _graph_bytes(runner: ModelRunner, rows_max: int) -> int:

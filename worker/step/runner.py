@@ -34,6 +34,7 @@ from kvforge.protocol.messages import Int32Array, RowStart, Step
 from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool, require_positive
+from kvforge.worker.attention.windows import WindowTables
 from kvforge.worker.device.device import as_worker_error
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
 from kvforge.worker.loading.model import LoadedModel
@@ -109,6 +110,8 @@ class ModelRunner:
             blocks=pool.blocks,
             block_size=pool.block_size,
             state_blocks=pool.geometry.state_blocks,
+            window=pool.geometry.window,
+            window_pages=pool.geometry.window_pages,
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
@@ -131,14 +134,22 @@ class ModelRunner:
             self.graphs = DecodeGraphs(model, pool, self._state, rows, width)
 
     def run(
-        self, step: Step, tables: npt.NDArray[np.int32], states: npt.NDArray[np.int32] | None = None
+        self,
+        step: Step,
+        tables: npt.NDArray[np.int32],
+        states: npt.NDArray[np.int32] | None = None,
+        windows: WindowTables | None = None,
     ) -> StepOutcome:
         """Launch and finish a step."""
-        return self.finish(self.launch(step, tables, states))
+        return self.finish(self.launch(step, tables, states, windows))
 
     @torch.inference_mode()
     def launch(
-        self, step: Step, tables: npt.NDArray[np.int32], states: npt.NDArray[np.int32] | None = None
+        self,
+        step: Step,
+        tables: npt.NDArray[np.int32],
+        states: npt.NDArray[np.int32] | None = None,
+        windows: WindowTables | None = None,
     ) -> PendingStep:
         """Queue one step on the device.
 
@@ -151,6 +162,7 @@ class ModelRunner:
                 not read.
             states: [rows, state blocks] int32, the pages of each row's recurrent state in order, pool-local ids; None
                 for a model without one.
+            windows: The pages of layers that keep a window, pool-local ids; None for a model without such layers.
 
         Returns:
             The step in flight.
@@ -172,14 +184,14 @@ class ModelRunner:
             started_ns=started_ns,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
-        fault = find_malformed(step, tables, self.limits, states)
+        fault = find_malformed(step, tables, self.limits, states, windows)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
         try:
             if fault is None or fault.field != "zeros":
                 self._zero(step.zeros)
             if fault is None:
-                self._carry_out(step, tables, pending, states)
+                self._carry_out(step, tables, pending, states, windows)
         except FatalStepError:
             raise
         except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
@@ -196,10 +208,12 @@ class ModelRunner:
         tables: npt.NDArray[np.int32],
         pending: PendingStep,
         states: npt.NDArray[np.int32] | None,
+        windows: WindowTables | None,
     ) -> None:
         tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds)
         rows = Rows(
-            *(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step)), states
+            *(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step)),
+            *(states, windows),
         )
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
@@ -382,7 +396,7 @@ class ModelRunner:
 
     def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
         """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
-        batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, rows.states)
+        batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, rows.states, rows.windows)
         samples = rows.samples == 1
         count, wanted = len(rows.tokens), int(samples.sum())
         ends = np.cumsum(rows.counts)

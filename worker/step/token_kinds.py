@@ -64,6 +64,7 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
         alone,
         rows.scoring,
         None if rows.states is None else rows.states[of],
+        None if rows.windows is None else rows.windows.pick(of),
     )
     return cut, alone[places]
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
+from kvforge.worker.attention.windows import WindowTables, seen_blocks
 from kvforge.worker.step import checks
 from kvforge.worker.step.checks import Rows, StepLimits, bad_copies, check_rows
 
@@ -17,6 +18,8 @@ LIMITS = StepLimits(
     vocab_size=50,
     blocks=100,
     block_size=8,
+    window=20,
+    window_pages=2,
 )
 
 
@@ -31,13 +34,16 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
     width = 8
     tables = rng.integers(0, LIMITS.blocks, (count, width)).astype(np.int32)
     ends = np.cumsum(counts)
+    first, lasts = seen_blocks(starts, starts + counts, LIMITS.window, LIMITS.block_size)
+    pages = rng.integers(0, LIMITS.blocks, (count, 5, 2)).astype(np.int32)
     for row in range(count):
+        pages[row, lasts[row] - first[row] + 1 :] = rng.choice([-1, 5, 10**6])
         used = -(-int(starts[row] + counts[row]) // LIMITS.block_size)
         tables[row, used:] = rng.choice([-1, 5, 10**6])  # never read
         if rng.random() >= faults:
             continue
         token = int(rng.integers(ends[row] - counts[row], ends[row]))
-        match int(rng.integers(0, 8)):
+        match int(rng.integers(0, 10)):
             case 0:
                 slots[row] = rng.choice([-1, LIMITS.slots_max, 2**31 - 1, -(2**31)])
             case 1:
@@ -52,9 +58,15 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
                 tokens[token] = -1
             case 6:
                 tables[row, rng.integers(0, used)] = rng.choice([-1, LIMITS.blocks, -(2**31)])
+            case 7:
+                column = rng.integers(lasts[row] - first[row] + 1)
+                pages[row, column, rng.integers(0, 2)] = rng.choice([-1, LIMITS.blocks, -(2**31)])
+            case 8:
+                first[row] += rng.choice([-8, 1])  # the table lacks the last block, or the first one
             case _:
                 slots[row] = slots[rng.integers(0, count)]
-    return Rows(slots, starts, counts, samples, tokens, tables, np.repeat(counts == 1, counts))
+    windows = WindowTables(first, pages)
+    return Rows(slots, starts, counts, samples, tokens, tables, np.repeat(counts == 1, counts), windows=windows)
 
 
 @pytest.mark.parametrize("decodes", [True, False])

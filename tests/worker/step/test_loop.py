@@ -60,12 +60,15 @@ class FakeRunner:
         self.meter = Meter()
         self.device = SimpleNamespace(name="a device", survives=lambda: True)
         self.model = SimpleNamespace(device=self.device)
-        self.pool = SimpleNamespace(block_size=16, geometry=SimpleNamespace(state_blocks=0))
+        geometry = SimpleNamespace(block_size=16, state_blocks=0, window=0, window_pages=0)
+        self.pool = SimpleNamespace(geometry=geometry)
         self.states: list[Any] = []
+        self.windows: list[Any] = []
         self.result = outcome()
 
-    def launch(self, step: Step, tables: Any, states: Any) -> FakePending:
+    def launch(self, step: Step, tables: Any, states: Any, windows: Any) -> FakePending:
         self.states.append(states)
+        self.windows.append(windows)
         assert sum(not pending.over for pending in self.launched) < 2
         self.launched.append(FakePending(step.step_id, result=self.result))
         return self.launched[-1]
@@ -123,7 +126,7 @@ def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker._stopping = False
     worker._request_of = {}
     worker._connection = link  # type: ignore[assignment]
-    worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
+    worker._engine = SimpleNamespace(runner=runner, ring_blocks=0)  # type: ignore[assignment]
     worker._idle_work, worker._active_ns = False, time.monotonic_ns()
     worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
@@ -177,6 +180,28 @@ def test_a_step_over_states_has_their_pages_and_ends_the_worker_if_it_fails() ->
     assert [states.tolist() for states in runner.states] == [[[0, 1]], []]
     assert runner.states[1].shape == (0, 2)
     assert isinstance(link.sent[-1], WorkerFailed) and link.sent[-1].error.message == "half-way"
+
+
+def test_the_pages_of_windows_are_read_from_the_ring_behind_the_state() -> None:
+    """Only cells of blocks that a row writes or sees are read. Here a cell has the number of its column."""
+    runner, tables = FakeRunner(), SimpleNamespace()
+    runner.pool.geometry = SimpleNamespace(block_size=16, state_blocks=3, window=20, window_pages=2)
+    tables.rows = lambda slots, width: (np.full((len(slots), width), 40, np.int32), None)
+    tables.states = lambda slots, width: np.full((len(slots), width), 40, np.int32)
+    asked: list[Any] = []
+    tables.state_cells = lambda slots, columns: asked.append(slots) or (40 + columns).astype(np.int32)
+    rows = {"slots": [2, 1], "starts": [100, 7], "counts": [1, 20]}
+    arrays = {name: np.array(each, np.int32) for name, each in rows.items()}
+    link = FakeLink(Step(1, **arrays), Step(2))
+    worker = worker_of(runner, link)
+    worker._tables, worker._pool_at = tables, PoolRegistered(rid=0, epoch=3, base_block=40)  # type: ignore[assignment]
+    worker._engine.ring_blocks = 4  # type: ignore[union-attr]
+    worker._serve()
+    found, nothing = runner.windows
+    assert asked[0].tolist() == [2, 1]
+    assert found.first.tolist() == [5, 0]  # of tokens 81 and 0
+    assert found.pages.tolist() == [[[5, 6], [7, 8]], [[3, 4], [5, 6]]]  # blocks 5 and 6 are cells 1 and 2 of four
+    assert nothing.pages.shape == (0, 1, 2)
 
 
 def test_a_third_step_waits_for_the_first() -> None:

@@ -1,0 +1,198 @@
+"""Models with layers that keep a window: the bits of layers that keep everything, and transformers' own results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvforge.protocol.errors import InvalidConfiguration, ProtocolError
+from kvforge.protocol.messages import RowStart, SamplingParams, Step, WorkerWelcome
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.windows import WindowLimits, WindowTables
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.serving_kernels import serving_kernels
+from kvforge.worker.step import memory
+from kvforge.worker.step.memory import check_states, ring_blocks
+from kvforge.worker.step.runner import ModelRunner, StepOutcome
+from tests.worker.attention.window_rows import PagedRows
+
+BLOCK_SIZE, WINDOW, CONTEXT = 16, 20, 1024
+LIMITS = WindowLimits(ahead=512, blocks_max=CONTEXT // BLOCK_SIZE, columns_max=1024)
+SLIDING, FULL = "sliding_attention", "full_attention"
+COMMON = {"max_position_embeddings": CONTEXT, "sliding_window": WINDOW}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"head_dim": 16, "num_hidden_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": [SLIDING, FULL] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "qwen2": (  # Llama's layers, which a CPU runs in one call
+        "qwen2",
+        {"num_hidden_layers": 3, "layer_types": [FULL, SLIDING, SLIDING], "use_sliding_window": True},
+    ),
+    "cohere2": ("cohere2", {"head_dim": 16, "num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+}
+Row = tuple[int, int, list[int]]  # slot, start, tokens; the last token of a row is sampled after
+
+
+class Bench:
+    """A runner, and the pages that a coordinator would give to its rows."""
+
+    def __init__(self, model: LoadedModel, graph_rows_max: int = 0) -> None:
+        pages = 1 + model.geometry.window_pages
+        self.pool = KvPool(model.geometry, 2 * pages * (CONTEXT // BLOCK_SIZE), model.device)
+        self.rows = PagedRows(self.pool, 2, CONTEXT // BLOCK_SIZE, LIMITS.ahead)
+        limits = {"slots_max": 2, "step_tokens_max": 512, "step_rows_max": 4}
+        self.runner = ModelRunner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
+
+    def run(self, rows: list[Row]) -> StepOutcome:
+        slots, starts, tokens = (list(each) for each in zip(*rows, strict=True))
+        counts = [len(each) for each in tokens]
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self.rows.reserve(slot, start, count)
+        begins = tuple(
+            RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0)
+            for slot, start in zip(slots, starts, strict=True)
+            if start == 0
+        )
+        numbers = {"slots": slots, "starts": starts, "counts": counts, "samples": [1] * len(slots)}
+        arrays = {name: np.array(each, np.int32) for name, each in numbers.items()}
+        step = Step(0, begins=begins, tokens=np.concatenate([np.array(each, np.int32) for each in tokens]), **arrays)
+        width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // BLOCK_SIZE)
+        tables = self.rows.tables[slots, :width]
+        outcome = self.runner.run(step, tables, windows=self.rows.windows(slots, starts, counts))
+        assert outcome.errors == ()
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self.rows.release(slot, start + count)
+        return outcome
+
+
+def prompt(count: int) -> list[int]:
+    return np.random.default_rng(count).integers(3, 97, count).tolist()
+
+
+def results(bench: Bench, decodes: int) -> list[tuple[int, float]]:
+    """Return a greedy answer of slot 0 behind a prompt in chunks, beside another sequence."""
+    text, other = prompt(560), prompt(45)
+    bench.run([(0, 0, text[:300]), (1, 0, other[:7])])
+    bench.run([(1, 7, other[7:]), (0, 300, text[300:537])])
+    found = bench.run([(0, 537, text[537:])])
+    answer = [(int(found.tokens[0]), float(found.logprobs[0]))]
+    last = int(bench.run([(1, 45, [5])]).tokens[0])
+    for at in range(decodes):
+        outcome = bench.run([(1, 46 + at, [last]), (0, 560 + at, [answer[-1][0]])])
+        last = int(outcome.tokens[0])
+        answer.append((int(outcome.tokens[1]), float(outcome.logprobs[1])))
+    return answer
+
+
+@pytest.mark.parametrize("graph_rows_max", [0, 4])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [*((name, "auto") for name in MODELS), ("gemma3", "int8"), ("gpt_oss", "fp8")]
+)
+def test_answers_have_the_bits_of_whole_layers_and_are_transformers_own(
+    name: str,
+    kv_dtype: str,
+    graph_rows_max: int,
+    tiny: Callable[..., LoadedModel],
+    eager_logits: Callable[..., torch.Tensor],
+) -> None:
+    model_type, fields = MODELS[name]
+    settings = {"block_size": BLOCK_SIZE, "kv_dtype": kv_dtype, **COMMON, **fields}
+    kept = tiny(model_type, windows=LIMITS, **settings)
+    assert kept.geometry.window == WINDOW and kept.fused is not None
+    layers = fields["layer_types"]
+    text = f"{layers.count(SLIDING)} of {len(layers)} layers keep the KV of {WINDOW} tokens"
+    assert serving_kernels(kept)["windows"] == text
+    whole = tiny(model_type, **settings)
+    assert whole.geometry.window == 0 and "windows" not in serving_kernels(whole)
+    assert whole.geometry.bytes_per_block > kept.geometry.bytes_per_block
+    found = results(Bench(kept, graph_rows_max), 30)
+    assert found == results(Bench(whole), 30)
+    if kv_dtype == "auto":
+        text = prompt(560) + [token for token, _ in found[:-1]]
+        wanted = torch.log_softmax(eager_logits(whole, text)[559:], -1)
+        assert [token for token, _ in found] == wanted.argmax(-1).tolist()
+        differences = wanted.max(-1).values - torch.tensor([logprob for _, logprob in found])
+        assert float(differences.abs().max()) < 1e-4
+
+
+def test_layers_of_transformers_read_their_window(tiny: Callable[..., LoadedModel]) -> None:
+    """Without a description too: each layer takes the rows of its kind."""
+    model_type, fields = MODELS["qwen2"]
+    kept = tiny(model_type, windows=LIMITS, block_size=BLOCK_SIZE, **COMMON, **fields)
+    whole = tiny(model_type, block_size=BLOCK_SIZE, **COMMON, **fields)
+    for model in (kept, whole):
+        object.__setattr__(model, "fused", None)
+    assert results(Bench(kept), 10) == results(Bench(whole), 10)
+
+
+def test_a_coordinator_without_room_for_a_ring_gets_whole_layers(
+    tiny: Callable[..., LoadedModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type, fields = MODELS["gemma3"]
+    narrow = WindowLimits(ahead=512, blocks_max=CONTEXT // BLOCK_SIZE, columns_max=100)
+    with caplog.at_level("INFO", "worker"):
+        model = tiny(model_type, windows=narrow, block_size=BLOCK_SIZE, **COMMON, **fields)
+    assert model.geometry.window == 0
+    assert "needs 180 pages beside its table, limits.state_blocks_max is 100" in caplog.text
+
+
+def welcome(**fields: Any) -> WorkerWelcome:
+    numbers = {"slots_max": 4, "blocks_per_sequence_max": 64, "step_tokens_max": 512, "step_rows_max": 4}
+    text = {"rid": 1, "version": 1, "boot": "", "tables_path": "", "block_size": BLOCK_SIZE}
+    return WorkerWelcome(**(text | numbers | {"window_ahead": 512, "state_blocks_max": 1024} | fields))
+
+
+def test_another_coordinator_must_have_room_for_the_ring(tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = MODELS["gemma3"]
+    model = tiny(model_type, windows=LIMITS, block_size=BLOCK_SIZE, **COMMON, **fields)
+    assert ring_blocks(model, welcome()) == -(-(WINDOW + 512) // BLOCK_SIZE) + 2
+    check_states(model, welcome())
+    with pytest.raises(InvalidConfiguration, match="ring of windows of a sequence of gemma3_text takes 180 blocks"):
+        check_states(model, welcome(state_blocks_max=179))
+    with pytest.raises(ProtocolError, match="knows no windows"):
+        check_states(model, welcome(window_ahead=0))
+
+
+def test_the_largest_step_is_tried_with_window_pages(tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = MODELS["gemma3"]
+    model = tiny(model_type, windows=LIMITS, block_size=BLOCK_SIZE, **COMMON, **fields)
+    assert memory._trial_bytes(model, welcome(), 0) >= 0
+
+
+def test_a_row_without_its_window_fails_alone(tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = MODELS["gemma3"]
+    model = tiny(model_type, windows=LIMITS, block_size=BLOCK_SIZE, **COMMON, **fields)
+    bench = Bench(model)
+    bench.run([(0, 0, prompt(40)), (1, 0, prompt(45))])
+    bench.rows.reserve(0, 40, 1)
+    bench.rows.reserve(1, 45, 1)
+    windows = bench.rows.windows([0, 1], [40, 45], [1, 1])
+    assert windows is not None
+    pages = windows.pages.copy()
+    pages[0, 0, 2] = bench.pool.blocks
+    step = Step(
+        1,
+        slots=np.array([0, 1], np.int32),
+        starts=np.array([40, 45], np.int32),
+        counts=np.ones(2, np.int32),
+        samples=np.ones(2, np.int32),
+        tokens=np.array([4, 5], np.int32),
+    )
+    outcome = bench.runner.run(step, bench.rows.tables[:, :3], windows=WindowTables(windows.first, pages))
+    (error,) = outcome.errors
+    assert error.slot == 0 and error.error.fields["field"] == "windows" and outcome.slots.tolist() == [1]
+    broken = bench.runner.run(step, bench.rows.tables[:, :3])
+    assert {each.slot for each in broken.errors} == {0, 1}
