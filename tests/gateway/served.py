@@ -1,4 +1,4 @@
-"""`python -m kvforge.gateway` as a process, over a running coordinator."""
+"""A gateway as a process of its own, forked by a fork server, over a running coordinator."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
+
+from tools.cluster.fork_server import SERVICES, Child, fork_server
 
 READY_S, END_S = 60.0, 20.0
 
@@ -22,7 +23,8 @@ class Gateway:
     def __init__(self, runtime: Path, folder: Path, settings: str = "") -> None:
         self._file, self._log, self._runtime = folder / "gateway.toml", folder / "gateway.log", runtime
         self._file.write_text(settings)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Child | None = None
+        self._output: IO[bytes] | None = None
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -42,43 +44,28 @@ class Gateway:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait(END_S)
             raise
         finally:
-            assert process.stdout is not None
-            process.stdout.close()
+            self._close_output()
             if error is not None:
                 print(self._log.read_text())
 
     @property
-    def process(self) -> subprocess.Popen[str]:
+    def process(self) -> Child:
         assert self._process is not None, "started before"
         return self._process
 
     def start(self, port: int) -> None:
         """Wait until the gateway would serve a request."""
-        if self._process is not None and self._process.stdout is not None:
-            self._process.stdout.close()
-        command = [
-            sys.executable,
-            "-m",
-            "kvforge.gateway",
-            "--config",
-            str(self._file),
-            "--runtime-dir",
-            str(self._runtime),
-        ]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--port", str(port)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._file.parent)},
-            )
-        assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], READY_S)
-        said = self._process.stdout.readline() if readable else ""
+        self._close_output()
+        options = ["--config", str(self._file), "--runtime-dir", str(self._runtime), "--port", str(port)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._file.parent)}
+        self._process, self._output = fork_server(SERVICES).start_piped(
+            options, self._log, environment, "kvforge.gateway"
+        )
+        readable, _, _ = select.select([self._output], [], [], READY_S)
+        said = self._output.readline().decode() if readable else ""
         assert said.startswith("serving at "), f"{said!r}: {self._log.read_text()}"
         self.url = said.split()[-1]
         deadline = time.monotonic() + READY_S
@@ -102,12 +89,14 @@ class Gateway:
         """Stop it by SIGTERM."""
         self.process.terminate()
         assert self.process.wait(END_S) == 0
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._close_output()
 
     def kill(self) -> None:
         """kill -9."""
         self.process.kill()
         self.process.wait(END_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._close_output()
+
+    def _close_output(self) -> None:
+        if self._output is not None:
+            self._output.close()

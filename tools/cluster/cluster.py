@@ -18,7 +18,7 @@ from typing import Self
 from kvforge import Client
 from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
-from .fork_server import Child, fork_server
+from .fork_server import SERVICES, WORKER, Child, fork_server
 from .running import tiny_model
 
 READY_S = 120.0
@@ -136,13 +136,14 @@ class Cluster:
 
     def _start(self, name: str, module: str, config: Path) -> None:
         arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
-        path = self.folder / f"{name}.log"
-        if module == "worker" and self._device == "cpu":  # fork copies no driver threads or device handles
-            self._processes[name] = fork_server().start(arguments, path, environment)
+        path, whole = self.folder / f"{name}.log", f"kvforge.{module}"
+        if self._device == "cpu" or module != "worker":
+            server = fork_server(WORKER if module == "worker" else SERVICES)
+            self._processes[name] = server.start(arguments, path, environment, whole)
             return
-        with path.open("ab") as log:
+        with path.open("ab") as log:  # fork copies no driver threads or device handles
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", f"kvforge.{module}", *arguments],
+                [sys.executable, "-m", whole, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

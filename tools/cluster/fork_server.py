@@ -1,9 +1,10 @@
-"""Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
+"""Processes of kvforge for tests, without the seconds that each needs for its imports.
 
-A test process starts a fork server, which imports the modules of `python -m kvforge.worker` and then only forks: a
-child runs `worker` (or another module) as `__main__`, with the given arguments, environment and output. The child is an
-ordinary worker, with its own process id, command line, signals and exit status. Tests with systemd or an explicit
-start, and some with `kvforge up`, cover the start in a fresh interpreter; `forked_up.py` has the others.
+A test process starts up to two fork servers. One imports the modules of `python -m kvforge.worker`, the other those of
+the coordinator and the gateway, which are smaller. Then they only fork: a child runs a module as `__main__`, with the
+given arguments, environment and outputs. The child is an ordinary process of that module, with its own process id,
+command line, signals and exit status. Tests with systemd or an explicit start, and some with `kvforge up`, cover the
+start in a fresh interpreter; `forked_up.py` has the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import IO, Protocol
@@ -30,10 +30,11 @@ from kvforge.process.leash import PR_SET_PDEATHSIG
 FORK_S = 90.0  # the first fork includes the import of torch
 # An argument of the process, whose memory is that of its children's command lines.
 ROOM = " " * 2048
+WORKER, SERVICES = "worker", "services"
 
 
 class Child:
-    """The part of subprocess.Popen that a worker needs."""
+    """The part of subprocess.Popen that tests of a process need."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self._fork_server = fork_server
@@ -82,12 +83,16 @@ class Server(Protocol):
 
 
 class ForkServer:
-    """The process that forks workers."""
+    """The process that forks.
 
-    def __init__(self, process: Server | None = None) -> None:
-        """process: one that runs `serve` already, by default a new one."""
+    Args:
+        process: One that runs `serve` already, by default a new one.
+        imports: The modules that a new one imports: those of a `WORKER`, or of the `SERVICES`.
+    """
+
+    def __init__(self, process: Server | None = None, imports: str = WORKER) -> None:
         self._process = process or subprocess.Popen(
-            [sys.executable, "-m", __name__, ROOM],
+            [sys.executable, "-m", __name__, imports, ROOM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -104,12 +109,14 @@ class ForkServer:
         environment: dict[str, str],
         module: str = "kvforge.worker",
         leashed: bool = False,
+        output: Path | None = None,
     ) -> Child:
         """Run a module as a process of its own.
 
         Args:
             arguments: those of the module.
             log: the file, or the pipe, for both outputs; a file is appended to.
+            output: the file, or the pipe, for its standard output in place of `log`.
             environment: the whole environment.
             module: a package with a `__main__`, or a module.
             leashed: the process leads a group of its own and dies with the fork server.
@@ -118,7 +125,7 @@ class ForkServer:
         request = {
             "module": module,
             "arguments": arguments,
-            "log": str(log),
+            "outputs": [str(output or log), str(log)],
             "environment": environment,
             "leashed": leashed,
         }
@@ -128,6 +135,21 @@ class ForkServer:
             assert monotonic() < deadline, f"no worker within {FORK_S} s"
             self.listen(deadline - monotonic())
         return self._children[self._born.pop()]
+
+    def start_piped(
+        self, arguments: list[str], log: Path, environment: dict[str, str], module: str
+    ) -> tuple[Child, IO[bytes]]:
+        """Run a module like `start`, and return the other end of a pipe that is its standard output."""
+        reading, writing = os.pipe()
+        try:
+            output = Path(f"/proc/{os.getpid()}/fd/{writing}")
+            child = self.start(arguments, log, environment, module, output=output)
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        return child, os.fdopen(reading, "rb")
 
     def listen(self, wait_s: float) -> None:
         """Read the fork server's messages, waiting up to `timeout` seconds."""
@@ -155,18 +177,21 @@ class ForkServer:
 
 
 @cache
-def fork_server() -> ForkServer:
-    """Return this process's fork server, started on first use."""
-    made = ForkServer()
+def fork_server(imports: str = WORKER) -> ForkServer:
+    """Return a fork server of this process, started on first use. imports: WORKER or SERVICES."""
+    made = ForkServer(imports=imports)
     atexit.register(made.close)
     return made
 
 
-def _import_all() -> None:
+def _import_all(imports: str) -> None:
     with collector_paused():
-        import kvforge.worker.step.loop  # noqa: F401 - the slow import
+        if imports == WORKER:
+            import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
-        _import_what_any_model_needs()
+            _import_what_any_model_needs()
+        else:
+            _import_services()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
 
 
@@ -191,28 +216,54 @@ def serve() -> None:
             *lines, requests = (requests + read).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                output = _appended(request.pop("log"))  # before the client learns that it may close a pipe
+                outputs = [*map(_appended, request.pop("outputs"))]  # before the client learns that it may close a pipe
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(awake)
-                    _become(output=output, **request)
+                    _become(outputs=outputs, **request)
                     return
-                os.close(output)
+                for output in outputs:
+                    os.close(output)
                 _report(pid, None)
 
 
 def _import_what_any_model_needs() -> None:
-    """Import the rest, which takes most of a second in each child: the model's module; numba with its registries."""
+    """Import the rest, which takes most of a second in each child: modules of most models, numba, compiled kernels."""
+    import torch.utils._device  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    if find_spec("numba") is None:
+    with suppress(ImportError):
+        import llguidance  # noqa: F401
+
+    from kvforge.worker.cpu.kernel import CpuKernel, cpu_kernels_problem
+
+    if cpu_kernels_problem():
         return
     from numba.core.registry import cpu_target
 
     cpu_target.typing_context.refresh()
     cpu_target.target_context.refresh()
+    import kvforge.worker.attention.cpu_attention
+    import kvforge.worker.cpu.sampling
+    import kvforge.worker.kernels.cpu_decoder  # noqa: F401
+    from kvforge.worker.cpu import attention_kernel, kv_write, layer_kernels, sampling_kernels, tile_kernel
+
+    for module in (attention_kernel, kv_write, layer_kernels, sampling_kernels, tile_kernel):
+        for kernel in vars(module).values():
+            if isinstance(kernel, CpuKernel):
+                kernel.load()
+
+
+def _import_services() -> None:
+    """Import what a coordinator and a gateway import at their start."""
+    import uvicorn.lifespan.on
+    import uvicorn.loops.auto  # noqa: F401
+
+    import kvforge.coordinator.server
+    import kvforge.gateway.serve.main
+    import kvforge.gateway.serve.process  # noqa: F401
 
 
 def _report_ended() -> None:
@@ -225,16 +276,15 @@ def _report(pid: int, status: int | None) -> None:
     os.write(1, json.dumps([pid, status]).encode() + b"\n")
 
 
-def _become(module: str, arguments: list[str], output: int, environment: dict[str, str], leashed: bool) -> None:
-    """Run like `python -m MODULE ARGUMENTS` in a shell, with both outputs in `output`. Exits by SystemExit."""
+def _become(module: str, arguments: list[str], outputs: list[int], environment: dict[str, str], leashed: bool) -> None:
+    """Run like `python -m MODULE ARGUMENTS` in a shell, with its outputs in `outputs`. Exits by SystemExit."""
     if leashed:
         os.setpgid(0, 0)
         die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (output, (1, 2))):
-        for target in flags:
-            os.dup2(descriptor, target)
+    for target, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
+        os.dup2(descriptor, target)
         os.close(descriptor)
     set_command_line([sys.executable, "-m", module, *arguments])
     os.environ.clear()
@@ -265,5 +315,5 @@ def _appended(log: str) -> int:
 
 
 if __name__ == "__main__":
-    _import_all()
+    _import_all(sys.argv[1])
     serve()

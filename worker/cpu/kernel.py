@@ -77,6 +77,10 @@ class CpuKernel:
         self.pack_into(self._arguments, 0, numbers)
         self.run(threads, self._where)
 
+    def load(self) -> None:
+        """Load the kernel from the cache, or compile it, before its first call."""
+        self._alone  # noqa: B018 - a cached property
+
     def pack_into(self, buffer: Any, offset: int, numbers: Mapping[str, float]) -> None:
         """Write arguments into a buffer, with the two counters at 0.
 

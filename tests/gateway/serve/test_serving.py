@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from kvforge.gateway.serve.main import main
-from kvforge.loadtest.drive.child_command import child_command
 from tests.gateway.served import Gateway
+from tools.cluster.fork_server import SERVICES, fork_server
 
 pytestmark = pytest.mark.model  # the tests need its tokenizer
 
@@ -34,15 +34,17 @@ ASKED = {"prompt": [1, 2, 3], "max_tokens": 4}
 def making_tokens_up(pace: int) -> Iterator[Path]:
     """Yield the folder of a coordinator that invents tokens. pace: tokens a second of each request; 0: all at once."""
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
-        command = child_command(
-            "kvforge.loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace)
+        arguments = ["--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace)]
+        process, output = fork_server(SERVICES).start_piped(
+            arguments, Path(os.devnull), {**os.environ}, "kvforge.loadtest.drive.null_server"
         )
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline()
-        yield Path(folder)
-        process.terminate()
-        process.wait(WAIT_S)
-        process.stdout.close()
+        try:
+            assert output.readline()
+            yield Path(folder)
+        finally:
+            process.terminate()
+            process.wait(WAIT_S)
+            output.close()
 
 
 @pytest.fixture(scope="module")
