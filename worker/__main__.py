@@ -21,13 +21,14 @@ if sys.platform != "linux":
 
     leave("the worker")
 
+import atexit
 import faulthandler
 import json
 import logging
 import os
 import signal
 import traceback
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -114,15 +115,19 @@ def _check(config: WorkerConfig, model: str) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with an exit status."""
+    """End this process with an exit status, without the interpreter's teardown.
+
+    The teardown frees the objects of torch and transformers one by one, which takes up to half a second.
+    """
+    keep_all()  # functions that run at exit collect nothing of these objects either
     ranks = sys.modules.get("kvforge.worker.device.ranks")  # None before the worker has imported torch
-    if ranks is not None and ranks.must_leave_at_once():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    keep_all()  # a collection of torch's and transformers' objects takes a second
-    sys.exit(status)
+    if ranks is None or not ranks.must_leave_at_once():
+        atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader has gone, or it is closed
+            stream.flush()
+    os._exit(status)
 
 
 # Errors that a restart may clear: the device failed, or the set of connected workers has changed.

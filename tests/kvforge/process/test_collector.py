@@ -72,3 +72,19 @@ atexit.register(lambda: print(gc.get_freeze_count() > 10_000))
 leave(0)
 """
     assert run(code) == ["True"]
+
+
+def test_the_end_of_a_worker_tears_nothing_down() -> None:
+    code = """
+import sys
+from kvforge.worker.__main__ import leave
+
+class Kept:
+    def __del__(self) -> None:
+        print("torn down")
+
+kept = Kept()
+print("left")
+leave(0)
+"""
+    assert run(code) == ["left"]
