@@ -157,8 +157,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_dtype: The same for the weights, or fp8, int8 or int4 if most matrices are quantised.
         determinism: `batch-invariant` if a request's tokens and log-probabilities do not depend on the rest of the
             batch; else `fast`, or `not promised: ` and the reason; "": unknown.
-        kv_layout: What the cache holds of a token in each layer: `K and V`, or `latents` (multi-head latent attention);
-            "": unknown.
+        kv_layout: What the cache holds: of each token and layer `K and V`, or `latents` (multi-head latent attention);
+            `states` if no layer attends; "": unknown.
     """
 
     name: str

@@ -14,6 +14,7 @@ from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
 
+pytestmark = [NEEDS_CACHE, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
 
@@ -27,11 +28,17 @@ def say(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[int, ..
     return tuple(tokens[len(prompt) :])
 
 
-@NEEDS_CACHE
-@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize(("name", "pages"), [("granite", 4), ("qwen3_next", 2)])
-def test_states_through_hits_forks_rewinds_preemption_and_deaths(name: str, pages: int, tmp_path: Path) -> None:
+def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path) -> None:
     """behaviours 15, 28, 35."""
+    _check("qwen3_next", 2, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "pages"), [("falcon_mamba", 18), ("granite", 4), ("mamba", 18), ("mamba2", 20)])
+def test_the_same_with_other_families(name: str, pages: int, tmp_path: Path) -> None:
+    _check(name, pages, tmp_path)
+
+
+def _check(name: str, pages: int, tmp_path: Path) -> None:
     model_type, fields = HYBRIDS[name]
     folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

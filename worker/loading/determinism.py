@@ -11,7 +11,7 @@ from kvforge.worker.kernels import SLAB, LayerOperations
 from kvforge.worker.kernels.steady import unsteady_products
 
 from .model import LoadedModel
-from .probe import bound_options
+from .probe import attending
 from .trial import unsteady_rows
 
 log = logging.getLogger("worker")
@@ -57,7 +57,7 @@ def attends_in_plain_torch(model: LoadedModel) -> bool:
     geometry, attention = model.geometry, model.context.attention
     return any(
         describe_determinism.startswith(PLAIN)
-        for shape, options in zip(geometry.layers, bound_options(model.module), strict=True)
+        for shape, options in attending(model.module, geometry)
         for describe_determinism in attention.describe(
             *(shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options),
             latent=shape.latent,

@@ -15,6 +15,7 @@ from msgspec import structs
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, KvforgeError, UnsupportedModel, WorkerError
 from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import choose_attention
+from kvforge.worker.attention.bare_pages import bare_page
 from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry
 from kvforge.worker.attention.windows import WindowLimits, choose_geometry
 from kvforge.worker.device.device import Device, as_worker_error
@@ -184,8 +185,11 @@ def load_model(
     shapes = bound.shapes
     if bound.states and ranks is not None:
         raise UnsupportedModel(found.name, "its layers keep a recurrent state, which several ranks cannot divide")
-    geometry = KvGeometry(shapes, block_size, kv_dtype, bound.states)
-    geometry = choose_geometry(geometry, [each.window for each in bound_options(module)], windows, served_tokens)
+    if shapes:
+        geometry = KvGeometry(shapes, block_size, kv_dtype, bound.states)
+        geometry = choose_geometry(geometry, [each.window for each in bound_options(module)], windows, served_tokens)
+    else:  # there is nothing to quantise
+        geometry = KvGeometry((bare_page(bound.states, block_size, dtype_name),), block_size, dtype_name, bound.states)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
     operations = choose_operations(device, torch_dtype)
@@ -228,7 +232,7 @@ def load_model(
         sampling=model_sampling(found),
         dtype=dtype_name,
         weight_dtype=kept_in(fused, dtype_name) if quantisation is None else quantisation.kind,
-        kv_layout="latents" if is_latent else "K and V",
+        kv_layout="latents" if is_latent else "K and V" if shapes else "states",
     )
     model = LoadedModel(
         info=info,

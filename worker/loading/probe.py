@@ -22,7 +22,7 @@ from transformers import masking_utils
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from kvforge.worker.attention import AttentionOptions
-from kvforge.worker.attention.pool import LayerShape
+from kvforge.worker.attention.pool import KvGeometry, LayerShape
 from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.states import StateTensor
@@ -148,9 +148,7 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     with Recorder(module) as recorder:
         calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
     layers = int(module.config.get_text_config(decoder=True).num_hidden_layers)
-    if not calls and mixers:
-        raise UnsupportedModel(name, "its layers keep a recurrent state, and none attends")
-    if not calls:
+    if not calls and not mixers:
         raise UnsupportedModel(name, "it never calls the attention function that transformers lets us register")
     if len({id(call.module) for call in calls}) != len(calls):
         raise UnsupportedModel(name, "a layer attends more than once")
@@ -214,7 +212,7 @@ def _attends_alone(config: Any) -> bool:
 
 
 def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[AttentionShape, ...]:
-    """Return each layer's attention shape in order, after `bind_layers` has returned `shapes`."""
+    """Return the attention shape of each layer that attends, in order, after `bind_layers` has returned `shapes`."""
     found = zip(_bindings(module), shapes, strict=True)
     return tuple(
         AttentionShape(
@@ -230,8 +228,14 @@ def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[Attention
 
 
 def bound_options(module: Any) -> tuple[AttentionOptions, ...]:
-    """Return each layer's attention options in order, after `bind_layers`."""
+    """Return the attention options of each layer that attends, in order, after `bind_layers`."""
     return tuple(binding.options for binding in _bindings(module))
+
+
+def attending(module: Any, geometry: KvGeometry) -> tuple[tuple[LayerShape, AttentionOptions], ...]:
+    """Return the shape and options of each layer that attends, in order, after `bind_layers`; none if none attends."""
+    found = bound_options(module)
+    return tuple(zip(geometry.layers, found, strict=True)) if found else ()
 
 
 def _bindings(module: Any) -> list[LayerBinding]:

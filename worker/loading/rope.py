@@ -14,6 +14,9 @@ from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 DIVIDED = "kvforge_divided"
 # Types with frequencies that depend only on the configuration.
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional", DIVIDED})
+# Layers that know at most distances within a window.
+UNPLACED = frozenset({"mamba", "linear_attention", "sliding_attention"})
+UNLIMITED_USUAL, UNLIMITED_MOST = 1 << 17, 1 << 30  # tokens, for models without positions
 CONTEXT_TOKENS_MIN = 8  # the checks at load need as many
 
 
@@ -47,6 +50,8 @@ def context_range(config: Any) -> ContextRange:
     """
     text = config.get_text_config(decoder=True)
     stated = getattr(text, "max_position_embeddings", None)
+    if stated is None and _has_no_positions(text):
+        return ContextRange(UNLIMITED_USUAL, UNLIMITED_MOST, "no layer of its attends to all tokens")
     if not isinstance(stated, int) or stated < 1:
         name = str((getattr(config, "architectures", None) or [config.model_type])[0])
         raise UnsupportedModel(name, "its configuration gives no max_position_embeddings")
@@ -68,6 +73,12 @@ def context_range(config: Any) -> ContextRange:
             why = f"its rotary embedding ({kind}, factor {factor:g}, of {stated if kind == 'linear' else original})"
             found = ContextRange(most if kind == "yarn" else stated, most, f"{why} reaches to {most}")
     return found
+
+
+def _has_no_positions(config: Any) -> bool:
+    """Return whether a model has recurrent layers and windows alone, and therefore computes any number of tokens."""
+    kinds = getattr(config, "layer_types", None)
+    return isinstance(kinds, list | tuple) and bool(kinds) and all(kind in UNPLACED for kind in kinds)
 
 
 def context_tokens(config: Any, asked: int) -> int:

@@ -11,9 +11,10 @@ from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_produ
 from kvforge.worker.kernels.stored import code_name
 
 from .model import LoadedModel
-from .probe import bound_options
+from .probe import attending
 
 WANTED = "attention = 'reference'"
+NONE_ATTENDS = "no layer attends"
 HOST_SAMPLING = "Numba; plain torch for filters, penalties and log-probabilities"
 LENGTH_MAX = 500  # the coordinator's limit is 1000
 
@@ -23,12 +24,12 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
     geometry = model.geometry
     decodes: dict[str, None] = {}
     prefills: dict[str, None] = {}
-    for shape, options in zip(geometry.layers, bound_options(model.module), strict=True):
+    for shape, options in attending(model.module, geometry):
         decode, prefill = _attention(model, shape, options)
         decodes[decode], prefills[prefill] = None, None
     kernels = {
-        "decode": "; ".join(decodes),
-        "prefill": "; ".join(prefills),
+        "decode": "; ".join(decodes) or NONE_ATTENDS,
+        "prefill": "; ".join(prefills) or NONE_ATTENDS,
         "layers": _layers(model),
         "sampling": _sampling(model),
         "determinism": model.info.determinism,

@@ -145,7 +145,15 @@ CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention"
 NEEDS_CACHE = pytest.mark.skipif(
     not hasattr(transformers.Cache, "get_conv_state"), reason=f"transformers is older than {FIRST_VERSION}"
 )
+MAMBA_1 = {"state_size": 8, "time_step_rank": 8, "intermediate_size": 128}
+# Models in which no layer attends.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_mamba": ("falcon_mamba", MAMBA_1),
+    "mamba": ("mamba", MAMBA_1),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16}),
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **RECURRENT,
     "bamba": ("bamba", {**MAMBA_2, "attn_layer_indices": [1], "num_hidden_layers": 3}),
     "falcon_h1": ("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 128}),  # both in every layer
     "granite": (

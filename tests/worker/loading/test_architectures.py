@@ -231,7 +231,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon with ALiBi": ("falcon", {"alibi": True}, "it uses ALiBi"),
     "bloom": ("bloom", {}, "it uses ALiBi"),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "it uses ALiBi"),
-    "mamba": ("mamba", {"state_size": 4}, "its layers keep a recurrent state, and none attends"),
     "other caches": ("recurrent_gemma", {}, "its layers keep a recurrent state in a cache of their own"),
     "lightning attention": ("minimax", {}, "1 of its 2 layers"),
     "positions from a cache": (  # and no description

@@ -18,10 +18,11 @@ import pytest
 import torch
 import transformers
 
-from kvforge.protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from kvforge.worker.loading import probe
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from kvforge.worker.loading.rope import context_tokens
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.verification import verify
 
@@ -36,7 +37,8 @@ SCHEDULES = {
     "at once": [[127, 1, 66, 64]],
     "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 1, 1], [60, 0, 0, 1]],
 }
-CHUNKS = {"jamba": 1, "bamba": 16, "falcon_h1": 16, "granite": 16, "nemotron_h": 16}  # 64 in the others
+CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
+CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 
 
 @torch.inference_mode()
@@ -137,6 +139,27 @@ def test_keys_and_values_of_8_bits_beside_states(
     assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
 
 
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_a_state_without_attention_is_divided_into_few_pages(block_size: int, tiny: Callable[..., LoadedModel]) -> None:
+    """A block of tokens takes a page, so that pages must be small beside a state, but not too many."""
+    sizes = {"num_heads": 32, "head_dim": 64, "state_size": 128, "chunk_size": 16, "expand": 32}
+    model = tiny("mamba2", block_size=block_size, n_groups=1, **sizes)
+    assert (model.info.kv_layout, model.geometry.kv_dtype) == ("states", "float32")
+    assert 200 <= model.geometry.state_blocks <= 280
+    assert serving_kernels(model)["decode"] == serving_kernels(model)["prefill"] == "no layer attends"
+
+
+def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
+    config = transformers.AutoConfig.for_model("mamba2")
+    assert context_tokens(config, 0) == 1 << 17
+    assert context_tokens(config, 1 << 20) == 1 << 20
+    with pytest.raises(InvalidConfiguration, match="no layer of its attends to all tokens"):
+        context_tokens(config, 1 << 31)
+    attends = transformers.PretrainedConfig(layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedModel, match="no max_position_embeddings"):
+        context_tokens(attends, 0)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_the_kernels_of_states_are_named(name: str, tiny: Callable[..., LoadedModel]) -> None:
     model_type, fields = HYBRIDS[name]
@@ -181,10 +204,13 @@ def test_logits_in_parts_advance_the_state_once(
 PROJECTIONS = {
     "bamba": (["in_proj"], "out_proj"),
     "falcon_h1": ([], "out_proj"),  # its input is scaled before
+    "falcon_mamba": (["in_proj"], "out_proj"),
     "granite": (["in_proj"], "out_proj"),
     "jamba": (["in_proj"], "out_proj"),
     "kimi_linear": (["b_proj", "f_a_proj", "g_a_proj", "k_proj", "q_proj", "v_proj"], "o_proj"),
     "lfm2": (["in_proj"], "out_proj"),
+    "mamba": (["in_proj"], "out_proj"),
+    "mamba2": (["in_proj"], "out_proj"),
     "nemotron_h": (["in_proj"], "out_proj"),
     "olmo_hybrid": (["a_proj", "b_proj", "g_proj", "k_proj", "q_proj", "v_proj"], "o_proj"),
     "qwen3_5": (["in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z"], "out_proj"),
