@@ -183,9 +183,9 @@ class KvPool:
         self, windows: WindowTables, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Return how far the positions of rows are lowered, and their tables, [pages of a block, rows, width] int32."""
-        window = self.geometry.window
-        base = base_of(starts, window, self.block_size)
-        return base, self._scaled(lowered_tables(windows, starts, ends, base, window, self.block_size))
+        own = self.geometry.window, self.block_size
+        base = base_of(starts, *own)
+        return base, lowered_tables(windows, starts, ends, base, *own, self.geometry.entries_per_block)
 
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
         """Copy the first slots of blocks, K and V in every layer, with their scales.

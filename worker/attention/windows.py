@@ -41,20 +41,6 @@ class WindowTables:
         """Return the tables of the rows that an index or a mask selects."""
         return WindowTables(self.first[rows], self.pages[rows])
 
-    def of(self, blocks: IntArray, wanted: npt.NDArray[np.bool_]) -> Int32Array:
-        """Return the pages of blocks.
-
-        Args:
-            blocks: [rows, n] block indices.
-            wanted: [rows, n] bool.
-
-        Returns:
-            [rows, n, pages of a block] int32; 0 where not wanted.
-        """
-        columns = np.where(wanted, blocks - self.first[:, None], 0)
-        found = self.pages[np.arange(len(columns))[:, None], columns]
-        return np.where(wanted[..., None], found, np.int32(0))
-
 
 @dataclass(frozen=True)
 class WindowLimits:
@@ -111,7 +97,13 @@ def lowered_width(window: int, block_size: int) -> int:
 
 
 def lowered_tables(
-    tables: WindowTables, starts: IntArray, ends: IntArray, base: IntArray, window: int, block_size: int
+    tables: WindowTables,
+    starts: IntArray,
+    ends: IntArray,
+    base: IntArray,
+    window: int,
+    block_size: int,
+    entries: int = 1,
 ) -> Int32Array:
     """Return the block tables of lowered rows.
 
@@ -122,15 +114,19 @@ def lowered_tables(
         base: [rows], from `base_of`.
         window: Tokens of the window.
         block_size: Tokens per block.
+        entries: Entries of a layer's tensors from one page to the next.
 
     Returns:
-        [pages of a block, rows, width] int32, page ids. Blocks that the row neither writes nor sees are 0.
+        [pages of a block, rows, width] int32, entries. Blocks that the row neither writes nor sees are 0.
     """
     first, last = seen_blocks(starts, ends, window, block_size)
-    lowest = base // block_size
-    blocks = lowest[:, None] + np.arange(int((last - lowest).max()) + 1)
+    rows, count, pages = tables.pages.shape
+    blocks = (base // block_size)[:, None] + np.arange(int((last - base // block_size).max()) + 1)
     wanted = (blocks >= first[:, None]) & (blocks <= last[:, None])
-    return np.ascontiguousarray(tables.of(blocks, wanted).transpose(2, 0, 1))
+    places = np.where(wanted, blocks + (np.arange(rows) * count - tables.first)[:, None], rows * count)
+    flat = np.zeros((pages, rows * count + 1), np.int32)  # with a 0 for blocks that are not wanted
+    np.multiply(tables.pages.reshape(-1, pages).T, np.int32(entries), out=flat[:, :-1])
+    return flat.take(places, axis=1)
 
 
 def keeping_windows(
