@@ -29,7 +29,7 @@ from kvforge.worker.attention.windows import (
     seen_blocks,
 )
 from kvforge.worker.cpu.attention_kernel import CHUNK, PART
-from kvforge.worker.device.device import Device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.targets import TARGETS
 from tests.worker.attention.cases import sinks
 from tests.worker.attention.window_rows import PagedRows
@@ -66,8 +66,10 @@ def shapes(window: int) -> tuple[LayerShape, ...]:
 class Pair:
     """The same sequences in a pool that keeps everything, and in one that keeps windows."""
 
-    def __init__(self, window: int, block_size: int, kv_dtype: str, device: Device) -> None:
-        self.window, self.device = window, device
+    def __init__(
+        self, window: int, block_size: int, kv_dtype: str, device: Device, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.window, self.device, self.dtype = window, device, dtype
         self.width = (math.lcm(block_size, ALIGNMENT) + 128) // block_size
         blocks = 2 * (self.width + 1)
         self.pools = [
@@ -90,7 +92,8 @@ class Pair:
         return found
 
     def random(self, tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn((tokens, heads, HEAD_SIZE), generator=self._generator)
+        numbers = torch.randn((tokens, heads, HEAD_SIZE), generator=self._generator)
+        return numbers.to(self.device.torch_device, self.dtype)
 
     def compare(
         self,
@@ -117,6 +120,18 @@ class Pair:
     def release(self, rows: list[tuple[int, int, int]]) -> None:
         for row, start, count in rows:
             self.rows[1].release(row, start + count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("window", "kv_dtype"), [(40, "bfloat16"), (40, "int8"), (300, "fp8")])
+def test_bits_on_a_gpu(window: int, kv_dtype: str) -> None:
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    pair, attention = Pair(window, 16, kv_dtype, device, torch.bfloat16), choose_attention(device)
+    for rows in passes(16):
+        pair.compare(attention, pair.batches(rows), AttentionOptions(0.25, sinks=sinks(HEADS, device)))
+        pair.release(rows)
 
 
 def kernels(kind: str, device: Device) -> PagedAttention:
