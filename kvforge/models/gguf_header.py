@@ -20,6 +20,7 @@ from kvforge.protocol.errors import UnsupportedModel
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a string
 _DEPTH_MAX = 4  # arrays of arrays of ...; files in the wild have one level
 _DIMENSIONS_MAX = 8  # ggml knows four
 ALIGNMENT = 32  # default alignment of tensors
@@ -201,6 +202,21 @@ class _Reader:
             return ""
         return self.view[self.at - length : self.at].decode("utf-8", "surrogateescape")
 
+    def strings(self, count: int) -> list[str]:
+        """Return the next strings. A vocabulary has a hundred thousand, so one loop takes no other call for each."""
+        view, at, size, kept, length_at = self.view, self.at, self.size, self.vocabulary, _LENGTH.unpack_from
+        found = []
+        for _ in range(count):
+            (length,) = length_at(view, at)
+            at += 8
+            if length > size - at:
+                raise ValueError(f"a string of {length} bytes at {at} ends after the file")
+            if kept:
+                found.append(view[at : at + length].decode("utf-8", "surrogateescape"))
+            at += length
+        self.at = at
+        return found or [""] * count
+
     def value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
             return self.string(kept=depth == 0 or self.vocabulary)
@@ -213,4 +229,6 @@ class _Reader:
             raise ValueError(f"an array of {count} values at {self.at} ends after the file")
         if inner in _SCALARS:
             return list(self.unpack(f"{count}{_SCALARS[inner]}"))
+        if inner == _STRING:
+            return self.strings(count)
         return [self.value(inner, depth + 1) for _ in range(count)]
