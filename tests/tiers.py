@@ -93,6 +93,7 @@ EXCEPTIONS = {
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_in_16_bits": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_with_thousands_of_tokens": "soak",
     "tests/integration/test_hybrids.py::test_the_same_with_other_families": "soak",
+    "tests/integration/test_sequences.py::test_ten_thousand_cycles_leave_memory_flat": "soak",
     "tests/integration/test_systemd_boot.py": "soak",
     "tests/integration/test_systemd_stop.py": "soak",
     "tests/kvforge/client/test_interrupted.py::test_ctrl_c_at_any_step_of": "soak",

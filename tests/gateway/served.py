@@ -14,7 +14,7 @@ from typing import IO, Self
 
 from tools.cluster.fork_server import SERVICES, Child, fork_server
 
-READY_S, END_S = 60.0, 20.0
+READY_S, END_S = 240.0, 60.0
 
 
 class Gateway:

@@ -345,8 +345,8 @@ def test_many_clients_on_one_sequence_get_success_or_a_typed_error(kv: Client) -
     wait_empty(kv)
 
 
-def test_ten_thousand_cycles_leave_memory_flat() -> None:
-    """behaviour 11: measured by the processes' resident memory, not by our counters."""
+def cycles_leave_memory_flat(count: int) -> None:
+    """Create, append to and remove sequences. The resident memory of the processes may grow in the first thousand."""
     with Cluster(blocks=64) as cluster:
         kv = cluster.start("w0")
         fresh = kv.stats().pools[0]
@@ -359,12 +359,22 @@ def test_ten_thousand_cycles_leave_memory_flat() -> None:
 
         cycles(1000)
         before = {name: cluster.resident_bytes(name) for name in ("coordinator", "w0")}
-        cycles(9000)
+        cycles(count - 1000)
         for name, resident in before.items():
             assert cluster.resident_bytes(name) - resident < 2 << 20
         after = kv.stats().pools[0]
         assert (after.free, after.referenced, after.cached) == (fresh.free, 0, 0)
-        assert after.allocated_total - fresh.allocated_total == after.freed_total == 10_000
+        assert after.allocated_total - fresh.allocated_total == after.freed_total == count
+
+
+def test_thousands_of_cycles_leave_memory_flat() -> None:
+    """behaviour 11: measured by the processes' resident memory, not by our counters."""
+    cycles_leave_memory_flat(3000)
+
+
+def test_ten_thousand_cycles_leave_memory_flat() -> None:
+    """behaviour 11, with a fifth of the growth that escapes in the test above."""
+    cycles_leave_memory_flat(10_000)
 
 
 def test_a_closed_client_refuses_and_a_dead_owner_loses_only_what_has_no_time_to_live(

@@ -30,7 +30,7 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels.packed import packing_problem
 from tools.cluster.running import Process, processes_of, tiny_model, wait_gone
 
-READY_S = 90.0
+READY_S = 240.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
 # The last line of a start that each process logs; gateway, coordinator and worker write in no common order.
 LAST_LINES = (

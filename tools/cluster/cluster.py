@@ -21,8 +21,8 @@ from kvforge.protocol.transport import client_endpoint, worker_endpoint
 from .fork_server import SERVICES, WORKER, Child, fork_server
 from .running import tiny_model
 
-READY_S = 120.0
-END_S = 60.0
+READY_S = 300.0
+END_S = 120.0
 
 
 class Cluster:

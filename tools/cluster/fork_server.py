@@ -27,7 +27,7 @@ from typing import IO, Protocol
 from kvforge.process.collector import collector_paused, keep_all
 from kvforge.process.leash import PR_SET_PDEATHSIG
 
-FORK_S = 90.0  # the first fork includes the import of torch
+FORK_S = 300.0  # the first fork includes the import of torch, on a machine that others may use too
 # An argument of the process, whose memory is that of its children's command lines.
 ROOM = " " * 2048
 WORKER, SERVICES = "worker", "services"
@@ -100,6 +100,7 @@ class ForkServer:
         )
         self._answers = b""
         self._born: list[int] = []
+        self._abandoned = 0  # children that come after their deadline
         self._children: dict[int, Child] = {}
 
     def start(
@@ -132,7 +133,9 @@ class ForkServer:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         deadline = monotonic() + FORK_S
         while not self._born:
-            assert monotonic() < deadline, f"no worker within {FORK_S} s"
+            if monotonic() >= deadline:
+                self._abandoned += 1
+                raise AssertionError(f"no process within {FORK_S} s")
             self.listen(deadline - monotonic())
         return self._children[self._born.pop()]
 
@@ -163,7 +166,12 @@ class ForkServer:
             pid, status = json.loads(line)
             if status is None:
                 self._children[pid] = Child(self, pid)
-                self._born.append(pid)
+                if self._abandoned:
+                    self._abandoned -= 1
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                else:
+                    self._born.append(pid)
             else:
                 self._children.pop(pid).returncode = status
 
@@ -187,6 +195,7 @@ def fork_server(imports: str = WORKER) -> ForkServer:
 def _import_all(imports: str) -> None:
     with collector_paused():
         if imports == WORKER:
+            import kvforge.coordinator.server  # for `forked_up`
             import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
             _import_what_any_model_needs()

@@ -1,8 +1,9 @@
-"""`kvforge up` with forked workers: `python -m tools.cluster.forked_up ARGUMENTS`, in a child of a fork server.
+"""`kvforge up` with forked processes: `python -m tools.cluster.forked_up ARGUMENTS`, in a child of a fork server.
 
-For tests of what the supervisor does with its workers, not of how a worker starts. A worker is forked by a process that
-has imported torch and is a child of the supervisor. It gets the arguments, environment, output, process group and leash
-that `kvforge.launch` gives a fresh interpreter.
+For tests of what the supervisor does with its processes, not of how they start. The coordinator and the workers are
+forked by a process that has imported torch and is a child of the supervisor. They get the arguments, environment,
+output, process group and leash that `kvforge.launch` gives a fresh interpreter. The gateway, which inherits a socket,
+is a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvforge.launch.child import Child as Supervised
 
 from .fork_server import Child, ForkServer, die_with_parent, serve, set_command_line
 
-WORKER = "kvforge.worker"
+FORKED = "kvforge.coordinator", "kvforge.worker"
 
 
 class ForkedServer:
@@ -53,9 +54,10 @@ def main() -> None:
     start = Supervised._popen
 
     def started(self: Any, command: list[str], output: int) -> Any:
-        if WORKER not in command:
+        module = next((module for module in FORKED if module in command), None)
+        if module is None:
             return start(self, command, output)
-        return forked(server, command, output, self._environment)
+        return forked(server, module, command, output, self._environment)
 
     Supervised._popen = started  # type: ignore[method-assign]
     try:
@@ -64,10 +66,10 @@ def main() -> None:
         server.close()
 
 
-def forked(server: ForkServer, command: list[str], output: int, environment: dict[str, str]) -> Child:
-    """Start a worker by the command that the supervisor would execute."""
-    arguments = command[command.index(WORKER) + 1 :]
-    return server.start(arguments, Path(f"/proc/{os.getpid()}/fd/{output}"), environment, WORKER, leashed=True)
+def forked(server: ForkServer, module: str, command: list[str], output: int, environment: dict[str, str]) -> Child:
+    """Start a module by the command that the supervisor would execute."""
+    arguments = command[command.index(module) + 1 :]
+    return server.start(arguments, Path(f"/proc/{os.getpid()}/fd/{output}"), environment, module, leashed=True)
 
 
 if __name__ == "__main__":

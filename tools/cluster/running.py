@@ -16,7 +16,7 @@ from typing import Self
 
 from .fork_server import Child, fork_server
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -19,6 +19,7 @@ from kvforge.loadtest.command.main import main
 from tests.integration.shared import wait_empty
 from tools.cluster.cluster import Cluster
 
+DEADLINE_S = 240.0
 # A queue of 4 and two rows: a burst is refused in part.
 COORDINATOR = "[limits]\nqueue_max = 4\n[schedule]\nstep_rows_max = 2\n"
 
@@ -134,12 +135,12 @@ def test_ctrl_c_reports_what_was_measured(cluster: Cluster, tmp_path: Path) -> N
     with cluster.client() as kv:
         before = kv.stats().requests.finished_total
         with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
-            deadline = monotonic() + 60
+            deadline = monotonic() + DEADLINE_S
             while kv.stats().requests.finished_total == before and process.poll() is None:
                 assert monotonic() < deadline, "nothing was finished"
                 select.select([], [], [], 0.05)
             os.kill(process.pid, signal.SIGINT)
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["span"]["interrupted"] and "interrupted" in output
