@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +24,7 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import Cluster
+from tools.cluster.fork_server import SERVICES, fork_server
 
 from .shared import wait_empty
 
@@ -257,56 +257,18 @@ def test_pressure_evicts_idle_sequences_which_keep_their_tokens() -> None:
         assert kv.stats().pools == before
 
 
-APPENDER = """
-import sys
-from kvforge import Client, KvforgeError
-endpoint, number, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-with Client(endpoint, timeout_s=60, connect_timeout_s=30) as kv:
-    refused = 0
-    if mode == "own":
-        s = kv.create_sequence(idle_ttl_s=60)
-        for i in range(100):
-            kv.append(s, [(number * 100 + i) % 256])
-        assert kv.tokens(s) == tuple((number * 100 + i) % 256 for i in range(100)), "a lost update"
-        print(s.id)
-    elif mode == "small":
-        made = []
-        for i in range(30):
-            try:
-                made.append(kv.create_sequence([number] * 9, idle_ttl_s=60))
-            except KvforgeError as error:
-                assert error.code == "capacity_exceeded", error
-                refused += 1
-                if made:
-                    kv.remove(made.pop())
-        for s in made:
-            assert kv.tokens(s) == (number,) * 9
-        print(len(made), refused)
-    else:
-        outcomes = set()
-        for i in range(60):
-            try:
-                if number == 3 and i == 40:
-                    kv.remove(int(mode))
-                elif (i + number) % 3 == 0:
-                    kv.append(int(mode), [number])
-                elif (i + number) % 3 == 1:
-                    kv.submit(sequence=int(mode), max_tokens=5)
-                else:
-                    kv.fork(int(mode)) if i % 2 else kv.tokens(int(mode))
-                outcomes.add("ok")
-            except KvforgeError as error:
-                outcomes.add(error.code)
-        print(*sorted(outcomes))
-"""
-
-
 def clients(endpoint: str, count: int, mode: str) -> list[list[str]]:
     """Run `count` client processes at once; return their outputs."""
-    command = [sys.executable, "-c", textwrap.dedent(APPENDER), endpoint]
-    running = [subprocess.Popen([*command, str(i), mode], stdout=subprocess.PIPE, text=True) for i in range(count)]
-    printed = [process.communicate(timeout=120)[0].split() for process in running]
-    assert [process.returncode for process in running] == [0] * count
+    server, errors = fork_server(SERVICES), Path(f"/proc/{os.getpid()}/fd/2")
+    running = [
+        server.start_piped([endpoint, str(i), mode], errors, {**os.environ}, "tests.integration.appending")
+        for i in range(count)
+    ]
+    printed = []
+    for _, output in running:
+        with output:
+            printed.append(output.read().decode().split())
+    assert [process.wait(120) for process, _ in running] == [0] * count
     return printed
 
 

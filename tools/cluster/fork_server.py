@@ -266,10 +266,11 @@ def _import_what_any_model_needs() -> None:
 
 
 def _import_services() -> None:
-    """Import what a coordinator and a gateway import at their start."""
+    """Import what a coordinator, a gateway and a client import at their start."""
     import uvicorn.lifespan.on
     import uvicorn.loops.auto  # noqa: F401
 
+    import kvforge.client.blocking.client
     import kvforge.coordinator.server
     import kvforge.gateway.serve.main
     import kvforge.gateway.serve.process  # noqa: F401
