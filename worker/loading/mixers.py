@@ -15,6 +15,7 @@ token of a prompt runs alone too.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import sys
@@ -157,8 +158,8 @@ def mixers_of(module: Any) -> list[Any]:
 def _keeps_state(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers.models."):
         return False
-    # A class is found in its file by parsing it, which takes a quarter of the load of a small model.
-    return _calls_state(_source(sys.modules.get(kind.__module__))) and _calls_state(_source(kind))
+    code = _source(sys.modules.get(kind.__module__))
+    return _calls_state(code) and _calls_state(_classes_in(code).get(kind.__qualname__, ""))
 
 
 def _calls_state(source: str) -> bool:
@@ -166,12 +167,20 @@ def _calls_state(source: str) -> bool:
 
 
 @cache
-def _source(code: Hashable) -> str:
-    """Return the source of a class or module; "" where there is none."""
+def _source(module: Hashable) -> str:
+    """Return the source of a module; "" where there is none."""
     try:
-        return inspect.getsource(cast(Any, code))
+        return inspect.getsource(cast(Any, module))
     except (OSError, TypeError):
         return ""
+
+
+@cache
+def _classes_in(source: str) -> dict[str, str]:
+    """Return the source of each class of a module by name. `inspect` would parse the module again for each."""
+    lines = source.splitlines(keepends=True)
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in classes}
 
 
 class Recorder:

@@ -12,8 +12,9 @@ import contextlib
 import inspect
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -318,7 +319,7 @@ def _read_call(
         raise UnsupportedModel(name, "its attention is not causal")
     if call.keywords.get("dropout"):
         raise UnsupportedModel(name, "it drops attention weights at inference")
-    if not is_described and "get_seq_length" in inspect.getsource(type(call.module).forward):
+    if not is_described and _reads_length(type(call.module).forward):
         # Without a transformers cache it would count positions within the batch.
         raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
     if latent is None and call.key[:3] != call.value[:3]:
@@ -335,6 +336,12 @@ def _read_call(
     if options.window or options.softcap or options.sinks is not None:
         raise UnsupportedModel(name, "its attention over latents has windows, soft caps or sinks")
     return options, LayerShape(kv_heads=1, head_size=size + rotated, latent=size)
+
+
+@cache
+def _reads_length(forward: Callable[..., Any]) -> bool:
+    """Return whether a module's code asks a cache for its length."""
+    return "get_seq_length" in inspect.getsource(forward)
 
 
 def _same_key_value(earlier: list[_Call], call: _Call) -> int | None:

@@ -7,6 +7,7 @@ are therefore compared with those that transformers' own cache gives for the sam
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from kvforge.worker.loading import probe
+from kvforge.worker.loading import mixers, probe
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
@@ -39,6 +40,28 @@ SCHEDULES = {
 }
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
+
+
+def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` parses it again for each class, which took a quarter of the load of a small model."""
+    from transformers.models.jamba import modeling_jamba as module
+
+    source, parse = inspect.getsource(module), ast.parse
+    parsed: list[str] = []
+
+    def noted(code: str) -> ast.Module:
+        parsed.append(code)
+        return parse(code)
+
+    monkeypatch.setattr(ast, "parse", noted)
+    mixers._classes_in.cache_clear()
+    kinds = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__]
+    keep = [kind.__name__ for kind in kinds if mixers._keeps_state(kind)]
+    assert (keep, parsed) == (["JambaMambaMixer"], [source])
+    monkeypatch.undo()
+    mixer, decoder = (inspect.getsource(vars(module)[name]) for name in ("JambaMambaMixer", "JambaMambaDecoderLayer"))
+    assert mixer.endswith(mixers._classes_in(source)["JambaMambaMixer"])
+    assert decoder.endswith(mixers._classes_in(source)["JambaMambaDecoderLayer"])
 
 
 @torch.inference_mode()
