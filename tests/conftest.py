@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from kvforge.models import store
 from kvforge.process.collector import keep_all
-from tests import fresh, tiers
+from tests import amount, fresh, tiers
 
 ROOT = Path(__file__).parents[1]
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
@@ -38,9 +38,10 @@ atexit.register(keep_all)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_configure() -> None:
-    """Choose the fresh seeds, once for all processes of a run."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the fresh seeds, once for all processes of a run, and the number of examples."""
     fresh.choose_day()
+    amount.choose(config)
 
 
 def pytest_report_header() -> str:
@@ -62,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = tiers.tier_of(item.nodeid)
         assert tier is not None, item.nodeid
-        item.add_marker(tier)
+        if item.get_closest_marker("soak") is None:  # single cases of a test may have the mark
+            item.add_marker(tier)
 
 
 @pytest.hookimpl(tryfirst=True)

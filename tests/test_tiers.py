@@ -6,9 +6,13 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests import amount
+from tests.amount import LEFT_OUT, examples
 from tests.fresh import DAY, SEEDS_A_DAY, headline, seeds_of
 from tests.tiers import EXCEPTIONS, FOLDERS, LONG, TIERS, tier_of
 
@@ -45,21 +49,47 @@ def test_tiers_are_markers() -> None:
     assert {line.partition(":")[0] for line in options["ini_options"]["markers"]} >= set(TIERS)
 
 
+def is_soak_case(item: pytest.Item) -> bool:
+    """Whether a case has the mark of its own, beside other cases of its test."""
+    return "soak" in {mark.name for mark in getattr(getattr(item, "callspec", None), "marks", ())}
+
+
 def test_this_run_marks_each_test_once(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
-        assert [mark.name for mark in item.iter_markers() if mark.name in TIERS] == [tier_of(item.nodeid)], item.nodeid
+        marks = [mark.name for mark in item.iter_markers() if mark.name in TIERS]
+        assert marks == ["soak" if is_soak_case(item) else tier_of(item.nodeid)], item.nodeid
+
+
+def test_a_test_with_cases_in_soak_has_others(request: pytest.FixtureRequest) -> None:
+    """A test with soak cases alone belongs into EXCEPTIONS."""
+    cases: dict[str, set[bool]] = {}
+    for item in request.session.items:
+        cases.setdefault(item.nodeid.partition("[")[0], set()).add(is_soak_case(item))
+    assert [test for test, found in cases.items() if found == {True}] == []
 
 
 def test_make_test_leaves_out_soak_alone_and_ci_runs_all() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     recipes = dict(re.findall(r"^([a-z-]+):.*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
     assert recipes["run-tests"] == '\t$(PYTEST) $(if $(SELECTED),-m "$(SELECTED)") $(PYTEST_ARGS)\n'
-    assert recipes["test"].endswith(' run-tests SELECTED="not soak"\n') and recipes["test-all"].endswith(" run-tests\n")
+    assert recipes["test"].endswith(f' run-tests SELECTED="{LEFT_OUT}"\n') and recipes["test-all"].endswith(
+        " run-tests\n"
+    )
     checks = set(re.findall(r"check-\w+", recipes["check"]))
     assert len(checks) == 4 and all(
         set(re.findall(r"check-\w+", recipes[each])) == checks for each in ("test", "test-all")
     )
     assert (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8").endswith("make test-all\n")
+
+
+@pytest.mark.parametrize(
+    ("selected", "counts"), [(LEFT_OUT, [1, 2, 16, 240]), ("", [1, 5, 40, 600]), ("soak", [1, 5, 40, 600])]
+)
+def test_only_make_test_takes_fewer_examples(selected: str, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amount, "_share", [0.0])
+    config: Any = SimpleNamespace(getoption={"markexpr": selected}.__getitem__)
+    amount.choose(config)
+    assert [examples(count) for count in (1, 5, 40, 600)] == counts
 
 
 def test_a_day_has_its_own_seeds_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@
 | soak | minutes each: chaos, Ray, systemd, planted faults, kernel compilation, fresh seeds | `make test-all` |
 
 A folder without a tier is an error at collection. EXCEPTIONS holds the files and tests that differ from their folder.
+`pytest.param(..., marks=pytest.mark.soak)` makes a single case of a test a soak test: one of a product of parameters,
+where the other cases have each value of each parameter.
 """
 
 from __future__ import annotations

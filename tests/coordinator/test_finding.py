@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvforge.coordinator.core.rights import READ, SUBMIT, Access
 from kvforge.protocol.errors import InvalidRequest, NotAllowed
 from kvforge.protocol.messages import FindPrefix, PrefixFound
+from tests.amount import examples
 from tests.coordinator.driver import PROMPT, Driver, waiting_driver
 
 LONG = list(range(20, 52))
@@ -52,7 +53,7 @@ def test_what_is_cached_is_what_the_next_request_finds() -> None:
     assert driver.request(request).cached_tokens == found.cached_tokens > 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=8),
     seen=st.integers(1, 4),

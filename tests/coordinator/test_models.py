@@ -28,6 +28,7 @@ from kvforge.protocol.errors import (
     SequenceBusy,
 )
 from kvforge.protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
+from tests import amount
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.naive import NaiveBlock, NaivePool, NaiveSequences, NaiveTrie, Refused, WeakHasher
 from tests.coordinator.test_pool import Flags
@@ -38,11 +39,11 @@ TENANTS = st.sampled_from([1, 2, 3])
 
 
 def run(examples: int, steps: int) -> settings:
-    """Settings that run the same examples every time."""
+    """Settings that run the same examples every time, fewer in `make test`."""
     return settings(
         derandomize=True,
         deadline=None,
-        max_examples=examples,
+        max_examples=amount.examples(examples),
         stateful_step_count=steps,
         suppress_health_check=list(HealthCheck),
         print_blob=False,

@@ -17,6 +17,7 @@ from kvforge.coordinator.core.scheduling.admission import BLOCKED_MAX
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import Submit
+from tests.amount import examples
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation, int32
 from tools.simulation.limits import make_limits
@@ -361,7 +362,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(st.lists(ACTIONS, max_size=60))
 def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, int, int]]) -> None:
     limits = make_limits(ageing_us=10, tenants_max=3, quotas={"x": Quota(weight=2.0), "y": Quota(weight=0.5)})

@@ -33,6 +33,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
     tag_of,
 )
+from tests.amount import examples
 
 UNIONS = {
     "client": CLIENT_MESSAGES,
@@ -245,7 +246,7 @@ def test_an_array_beyond_the_limit_is_refused_without_being_read(monkeypatch: py
         CLIENT.decode(packed(submit()))
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=examples(600), deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(UNIONS)), st.lists(st.binary(max_size=200), max_size=6))
 def test_random_bytes_never_raise_anything_else(union: str, frames: list[bytes]) -> None:
     try:
@@ -267,7 +268,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=800, deadline=None, derandomize=True)
+@settings(max_examples=examples(800), deadline=None, derandomize=True)
 @given(st.data())
 def test_random_fields_under_a_valid_tag_never_raise_anything_else(data: st.DataObject) -> None:
     union = UNIONS[data.draw(st.sampled_from(sorted(UNIONS)))]
@@ -284,7 +285,7 @@ def test_random_fields_under_a_valid_tag_never_raise_anything_else(data: st.Data
     assert type(message) is cls
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 4))
 def test_a_flipped_byte_never_raises_anything_else(position: int, value: int, frame: int) -> None:
     frames = [bytearray(part) for part in encode(submit(sampling=SamplingParams(seed=1, stop_tokens=(1, 2))))]

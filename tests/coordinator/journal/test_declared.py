@@ -32,6 +32,7 @@ from kvforge.coordinator.journal.memory import ArrayWriter, Bytes, read_arrays
 from kvforge.coordinator.journal.recovery import recover
 from kvforge.coordinator.journal.saving import saved
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
+from tests.amount import examples
 from tests.coordinator.journal.test_recovery import boot, cut_by_a_snapshot, lived
 from tools.simulation.digest import state_digest
 
@@ -169,7 +170,7 @@ def test_snapshots_of_this_version_and_of_the_one_before_are_read(
         recover(stopped)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_whatever_bytes_are_changed_it_is_read_or_refused(
     data: st.DataObject, good: bytes, tmp_path_factory: Any

@@ -13,11 +13,12 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.slices import slices_of
+from tests.amount import examples
 from tests.worker.conftest import TINY
 from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.loading.several import say, several
 
-COMPANY = 6
+COMPANY = 3 + examples(3)
 SIZES = {"vocab_size": 256, "max_position_embeddings": 2048}
 KINDS = (
     "ernie4_5_moe",

@@ -14,6 +14,7 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.draws import uniforms
 from kvforge.worker.sampling.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
 from kvforge.worker.sampling.sampler import SampledRows, SamplingState
+from tests.amount import examples
 
 VOCAB = 61
 
@@ -99,7 +100,7 @@ def fresh(cpu: Device, sampling: SamplingParams, vocab: int = VOCAB, slots: int 
 def test_random_combinations_choose_what_the_reference_chooses(cpu: Device) -> None:
     rng = np.random.default_rng(5)
     rows, steps = 24, 6
-    for _ in range(12):
+    for _ in range(examples(12)):
         samplings = [random_sampling(rng) for _ in range(rows)]
         prompts = [rng.integers(0, VOCAB, 9).tolist() for _ in range(rows)]
         answers = [rng.integers(0, VOCAB, int(rng.integers(0, 9))).tolist() for _ in range(rows)]

@@ -19,6 +19,7 @@ from kvforge.protocol.messages import NO_INT32, Grammar
 from kvforge.text.grammar import check
 from kvforge.worker.sampling.grammar import Grammars
 from kvforge.worker.sampling.grammar_tokens import GrammarTokens
+from tests.amount import examples
 
 SCHEMAS = Path(__file__).parents[2] / "data" / "json_schemas" / "schemas.jsonl.xz"
 EOS, BYTES = 0, 1  # token BYTES + n is byte n
@@ -120,7 +121,7 @@ def _in_string(text: bytearray) -> bool:
     return whole.count(b'"') % 2 == 1
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(1, 1 + examples(3)))
 def test_whatever_is_drawn_is_valid(seed: int) -> None:
     enforced, _ = sorted_out()
     invalid, unfinished = [], []
