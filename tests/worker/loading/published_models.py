@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +49,32 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+_made: dict[str, tuple[dict[Path, bytes], Any]] = {}  # files and plain model by case
+
+
 def write_checkpoint(case: Case, folder: Path) -> Any:
-    """Write the quantised model, and return transformers' plain model with the numbers of its codes."""
+    """Write the quantised model, made once in a process.
+
+    Args:
+        case: The format.
+        folder: Where to write.
+
+    Returns:
+        transformers' plain model with the numbers of its codes. Tests share it.
+    """
+    if case.name not in _made:
+        with tempfile.TemporaryDirectory(prefix="kvf-") as name:
+            plain, root = _make_checkpoint(case, Path(name)), Path(name)
+            files = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        _made[case.name] = files, plain
+    files, plain = _made[case.name]
+    for path, content in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(content)
+    return plain
+
+
+def _make_checkpoint(case: Case, folder: Path) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(case.model_type, **{**FIELDS, **case.fields})
     made = AutoModelForCausalLM.from_config(config).float().eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -33,7 +34,9 @@ from triton import knobs  # noqa: E402
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
 from kvforge.worker.kernels.selftest import self_test  # noqa: E402
 
+building = sys.modules["kvforge.worker.loading.build"]  # the package has a function of that name
 SCHEDULE = [[5, 1, 2], [5, 0, 3], [1, 0, 1]]
+INTERPRETED = [[10, 1, 3], [1, 0, 3]]  # Triton's interpreter is slow: a prompt, a chunk of one, and a decode
 LENGTHS = (11, 1, 6)  # longer than the windows
 ROUNDING = 2e-5  # of the largest logit, in float32
 
@@ -99,7 +102,9 @@ def test_a_described_decoder_computes_transformers_layers(
         wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
     scale = max(float(want.abs().max()) for want in wanted)
     for other in others:
-        for got, want in zip(paged_logits(other, sequences, SCHEDULE), wanted, strict=True):
+        is_interpreted = other.fused is not None and isinstance(other.fused.operations, FusedOperations)
+        schedule = INTERPRETED if is_interpreted else SCHEDULE
+        for got, want in zip(paged_logits(other, sequences, schedule), wanted, strict=True):
             assert float((got - want).abs().max()) <= ROUNDING * scale
     assert packed.info.determinism == "batch-invariant"
 
@@ -300,6 +305,8 @@ def assert_caught(
 ) -> None:
     name, change = PLANTED[what]
     find = parts.parts_of
+    # The checks before the weights are read run in test_a_described_decoder_computes_transformers_layers.
+    monkeypatch.setattr(building, "foresee", lambda _module, _device: ())
 
     def planted(module: Any) -> parts.DecoderParts | None:
         found = find(module)

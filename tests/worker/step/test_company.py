@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,11 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
     assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
-@pytest.fixture(params=["described", "by transformers"])
+# In `make test`; the others through transformers are soak tests. All run by their descriptions in `make test`.
+BY_TRANSFORMERS = ("phi3", "mixtral", "cohere", "olmo2")
+
+
+@pytest.fixture
 def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether a described family runs by its description, or through transformers as others do."""
     if request.param == "by transformers":
@@ -118,7 +123,17 @@ def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param == "described")
 
 
-@pytest.mark.parametrize("case", OTHERS, ids="-".join)
+def both_ways(cases: list[tuple[str, str, str, str]], soak: bool) -> list[Any]:
+    """Return each case by its description and, if it has one, through transformers; `soak`: some as soak tests."""
+    found = [pytest.param(case, "described", id=f"{'-'.join(case)}-described") for case in cases]
+    for case in cases:
+        marks = [pytest.mark.soak] if soak and case[0] not in BY_TRANSFORMERS else []
+        if case[0] not in UNDESCRIBED:
+            found.append(pytest.param(case, "by transformers", id=f"{'-'.join(case)}-by transformers", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "described"), both_ways(OTHERS, soak=True), indirect=["described"])
 def test_company_changes_no_bit_of_other_families(
     tmp_path: Path, case: tuple[str, str, str, str], described: bool
 ) -> None:
@@ -169,7 +184,7 @@ def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, s
 
 
 @on_a_gpu
-@pytest.mark.parametrize("case", OTHERS_ON_GPU, ids="-".join)
+@pytest.mark.parametrize(("case", "described"), both_ways(OTHERS_ON_GPU, soak=False), indirect=["described"])
 def test_company_changes_no_bit_of_other_families_on_a_gpu(
     tmp_path: Path, case: tuple[str, str, str, str], described: bool
 ) -> None:
