@@ -29,7 +29,7 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         journal: Bytes of the journal since the last snapshot, and its number of records.
     """
     s = machine.cache.sequences
-    if s.changed_rows or s.changed_cells:
+    if s.changed_rows or s.changed_cells or s.changed_rings:
         _publish_rows(s, tables)
     for slots in s.changed_lengths:  # after the rows: a length never runs ahead of the rest of its row
         tables.row_length[slots] = s.length[slots].astype(np.int32)
@@ -66,6 +66,7 @@ def publish_metrics(machine: Machine, metrics: ServiceMetricsWriter, now_us: int
 def forget_changes(machine: Machine) -> None:
     """Clear the record of changes without publishing them."""
     s = machine.cache.sequences
+    s.changed_rings.clear()
     for changes in (s.changed_rows, s.changed_lengths, s.changed_cells, s.changed_states, machine.cache.blocks.changed):
         changes.clear()
 
@@ -79,11 +80,11 @@ def all_changed(machine: Machine) -> None:
     s = machine.cache.sequences
     forget_changes(machine)
     width = s.used.astype(np.int64)
-    stateful = s.state_used > 0
+    stateful = (s.state_used > 0) | (s.window_end > 0)
     for group in machine.cache.groups.values():
         for sent in group.sent:
             width[sent.slots] = s.table.shape[1]
-            stateful[sent.slots] |= group.state_blocks > 0
+            stateful[sent.slots] |= group.pool.mixed
     slots = np.flatnonzero((s.id != 0) | (width > 0))
     s.changed_rows.append(slots)
     s.changed_cells.extend((np.array([slot]), slice(width[slot])) for slot in slots.tolist())
@@ -95,7 +96,7 @@ def all_changed(machine: Machine) -> None:
 
 def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     """Write rows with any change besides a new length, between two markers for readers."""
-    parts = s.changed_rows + [rows for rows, _ in s.changed_cells]
+    parts = s.changed_rows + [rows for rows, _ in s.changed_cells] + [rows for rows, _ in s.changed_rings]
     slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
     tables.begin_rows(slots)
     tables.row_length[slots] = s.length[slots].astype(np.int32)  # takes less time than a conversion by the assignment
@@ -104,9 +105,12 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
+    for rows, cells in s.changed_rings:
+        tables.state_table[rows, cells] = s.states[rows, cells]
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)
     s.changed_rows.clear()
     s.changed_cells.clear()
     s.changed_states.clear()
+    s.changed_rings.clear()

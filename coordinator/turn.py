@@ -542,6 +542,7 @@ class TurnLoop:
             step_rows_max=limits.schedule.step_rows_max,
             epoch=group.epoch if group is not None else 0,
             state_blocks_max=limits.bounds.state_blocks_max,
+            window_ahead=limits.schedule.window_ahead,
         )
 
 

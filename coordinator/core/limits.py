@@ -74,7 +74,8 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for later ones; also that of a pool and of `sequences_max` that all pins may take. 0: nothing is pinned.
         blocks_max: Blocks of all workers.
         blocks_per_sequence_max: Blocks of one sequence; times block_size, its longest context in tokens.
-        state_blocks_max: Blocks of the recurrent state of one sequence, for models with such layers.
+        state_blocks_max: Blocks of one sequence beside those with KV of all its tokens, for models with such layers:
+            those of its recurrent state, and those that its table of windows names.
         pools_max: Workers.
         tenants_max: Tenants known at once.
         queue_max: Waiting requests.
@@ -160,6 +161,11 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_timeout_s: Seconds = 60.0
     decode_gap_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 200.0
     crashes_max: Count = 5
+
+    @property
+    def window_ahead(self) -> int:
+        """How many tokens steps in flight may take a sequence beyond its acknowledged ones."""
+        return self.steps_in_flight_max * self.step_tokens_max
 
 
 class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

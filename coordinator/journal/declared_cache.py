@@ -123,6 +123,8 @@ class SavedSequences(Saved):
     states: I32Table | None = None
     state_used: I64 | None = None
     shared_end: I64 | None = None
+    window_first: I64 | None = None
+    window_end: I64 | None = None
 
 
 class SavedCosts(Saved):
@@ -209,6 +211,7 @@ class SavedPool(Saved):
     _awaited: Annotated[list[int], SpecialContainer(deque)]
     zeroing: SavedZeroing | None
     checkpoints: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    windows: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class SavedGroup(Saved):
@@ -244,6 +247,9 @@ class SavedGroup(Saved):
     last_sampled_us: int = msgspec.field(name="told_us")
     state_blocks: int = 0
     prompt_chunk: int = 1
+    window: int = 0
+    window_pages: int = 0
+    window_blocks: int = 0
     forming: list[FormingCheckpoint] = msgspec.field(default_factory=list)
     idle_tails: list[int] = msgspec.field(default_factory=list)
     interactive_us: int = -1
@@ -267,3 +273,5 @@ class SavedCache(Saved):
     past_steps_total: int
     evicted_sequences_total: int
     state_blocks: int = 0
+    window: int = 0
+    window_pages: int = 0

@@ -239,7 +239,9 @@ class _Restoring:
         cache.residency.evicted_total = saved.evicted_sequences_total
 
     def _group(self, saved: c.SavedGroup) -> Group:
-        pool = self._pool(saved.pool, self._index(saved.index), saved.epoch, saved.state_blocks > 0)
+        pool = self._pool(
+            saved.pool, self._index(saved.index), saved.epoch, saved.state_blocks + saved.window_pages > 0
+        )
         ready = WorkerReady(
             rid=0,
             model=saved.model,
@@ -250,6 +252,9 @@ class _Restoring:
             wants_kinds=saved.wants_kinds,
             state_blocks=saved.state_blocks,
             prompt_chunk=saved.prompt_chunk,
+            window=saved.window,
+            window_pages=saved.window_pages,
+            window_blocks=saved.window_blocks,
         )
         group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
         self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs")
@@ -270,7 +275,7 @@ class _Restoring:
         values |= {name: getattr(saved, name) for name in ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant")}
         return SentStep(**values, message=message)
 
-    def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int, stateful: bool) -> BlockPool:
+    def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int, mixed: bool) -> BlockPool:
         cache, fields = self._machine.cache, self._fields
         if not 0 <= saved.base <= saved.base + saved.count <= cache.blocks.state.size:
             raise ValueError(f"a pool of blocks {saved.base} to {saved.base + saved.count}")
@@ -279,7 +284,7 @@ class _Restoring:
             zeroing = fields.restore(Zeroing(saved.base, saved.count), saved.zeroing, "_owed")
             zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
         made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
-        pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing, stateful)
+        pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing, mixed)
         fields.restore(pool, saved, "lru", "quarantine", "zeroing")
         number: Array = get_args(I64)[1]
         pool._lru = {
@@ -287,6 +292,7 @@ class _Restoring:
             for tenant, (ids, at) in saved.lru.items()
         }
         pool._checkpoint_of = {block: key for key, blocks in pool.checkpoints.items() for block in blocks}
+        pool._window_of = {block: key for key, blocks in pool.windows.items() for block in blocks}
         pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
         return pool
 

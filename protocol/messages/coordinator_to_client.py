@@ -247,6 +247,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         base: The id of its first block; ids are consecutive.
         state_blocks: Blocks that hold the recurrent states of sequences.
         checkpoint_blocks: Blocks that hold checkpoints of such states, which prefix hits start from.
+        window_blocks: Blocks that hold the KV of layers with a sliding window.
     """
 
     worker: str
@@ -268,6 +269,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     base: int = 0
     state_blocks: int = 0
     checkpoint_blocks: int = 0
+    window_blocks: int = 0
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -276,10 +276,12 @@ class Driver:
         wants_kinds: whether workers that register from now on want token kinds.
         state_blocks: blocks of a sequence's recurrent state in such workers.
         prompt_chunk: the tokens of their prompt chunks.
+        window: window, window_pages and window_blocks of such workers.
     """
 
     wants_kinds = False
     state_blocks, prompt_chunk = 0, 1
+    window = (0, 0, 0)
 
     worker_type: type[FakeWorker] = FakeWorker
 
@@ -418,6 +420,9 @@ class Driver:
             wants_kinds=self.wants_kinds,
             state_blocks=self.state_blocks,
             prompt_chunk=self.prompt_chunk,
+            window=self.window[0],
+            window_pages=self.window[1],
+            window_blocks=self.window[2],
         )
 
     def lose(self, worker: FakeWorker) -> None:

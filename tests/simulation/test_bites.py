@@ -13,13 +13,14 @@ from tools.simulation.draws import Draws
 from tools.simulation.faults import FAULTS, plant
 from tools.simulation.faults_of_death import FAULTS_OF_DEATH
 from tools.simulation.faults_of_states import FAULTS_OF_STATES
+from tools.simulation.faults_of_windows import FAULTS_OF_WINDOWS
 from tools.simulation.runner import Outcome, drawn, play, run_seed
 from tools.simulation.settings import Settings, with_crashes, with_ranks
 
 EVENTS = 800
 MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
-MORTAL_SEEDS_MAX = STATES_SEEDS_MAX = 30
+MORTAL_SEEDS_MAX = STATES_SEEDS_MAX = WINDOWS_SEEDS_MAX = 30
 MORTALS_SOUND = 6
 STOPPED_AFTER_A_START = 30  # a seed that stops a coordinator before its first turn, while a deadline is over
 SEEDS_SOUND = 4
@@ -172,10 +173,12 @@ def run_crowded(seed: int) -> Outcome:
 def run_of(name: str, seed: int) -> Outcome:
     """The world in which a planted fault is looked for."""
     if name in WITHOUT_TALKS:
-        settings = replace(drawn(seed, states=0.0)[0], kinds=False, scores=True)
+        settings = replace(drawn(seed, states=0.0, windows=0.0)[0], kinds=False, scores=True)
         drawer = ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
         return play(seed, settings, drawer.actions(), EVENTS, check_every=4)
-    return run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4, states=0.0)
+    if name in IN_A_CROWD:
+        return run_crowded(seed)
+    return run_seed(seed, EVENTS, check_every=4, states=0.0, windows=0.0)
 
 
 def run_mortal(seed: int, name: str) -> Outcome:
@@ -185,7 +188,7 @@ def run_mortal(seed: int, name: str) -> Outcome:
 
     For a fault of ranks, some workers have several.
     """
-    settings = TWO_POOLS if name in IN_TWO_POOLS else drawn(seed, states=0.0)[0]
+    settings = TWO_POOLS if name in IN_TWO_POOLS else drawn(seed, states=0.0, windows=0.0)[0]
     settings = replace(settings, kinds=False, ranks=(), scores=False)
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
@@ -225,7 +228,7 @@ def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
 def run_with_states(name: str, seed: int) -> Outcome:
     """The world in which a planted fault of recurrent states is looked for."""
     if name not in IN_A_BUSY_WORLD:
-        return run_seed(seed, EVENTS, check_every=4, states=1.0)
+        return run_seed(seed, EVENTS, check_every=4, states=1.0, windows=0.0)
     drawer = ActionDrawer(STATEFUL, Draws(f"stateful/{seed}"))
     return play(seed, STATEFUL, drawer.actions(), EVENTS, check_every=4)
 
@@ -250,6 +253,32 @@ def test_worlds_with_states_without_faults_pass_the_same_seeds() -> None:
             assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
+def run_with_windows(seed: int) -> Outcome:
+    """The world in which a planted fault of windows is looked for."""
+    return run_seed(seed, EVENTS, check_every=4, states=0.0, windows=1.0)
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_WINDOWS)
+def test_the_simulator_finds_a_planted_fault_of_windows(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    with plant(name, FAULTS_OF_WINDOWS):
+        for seed in (likely, *(seed for seed in range(WINDOWS_SEEDS_MAX) if seed != likely)):
+            if run_with_windows(seed).error:
+                break
+        else:
+            pytest.fail(f"{name} was not found in {WINDOWS_SEEDS_MAX} seeds")
+    if seed != likely:
+        print(f'faster with LIKELY["{name}"] = {seed}')
+
+
+def test_worlds_with_windows_without_faults_pass_the_same_seeds() -> None:
+    for seed in sorted({*range(SEEDS_SOUND), *(LIKELY.get(name, 0) for name in FAULTS_OF_WINDOWS)}):
+        outcome = run_with_windows(seed)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+    outcome = run_seed(0, EVENTS, check_every=4, states=1.0, windows=1.0)
+    assert not outcome.error, f"with states: {outcome.error}\n{outcome.where}"
+
+
 def test_mortals_without_faults_pass_the_same_seeds() -> None:
     for seed in range(MORTALS_SOUND):
         outcome = run_mortal(seed, min(IN_TWO_POOLS))
@@ -260,7 +289,7 @@ def test_mortals_without_faults_pass_the_same_seeds() -> None:
 
 
 def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:
-    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH) | set(FAULTS_OF_STATES)
+    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH) | set(FAULTS_OF_STATES) | set(FAULTS_OF_WINDOWS)
     assert max(LIKELY.values()) < SEEDS_MAX
 
 

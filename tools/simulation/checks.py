@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.cache.blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED
+from kvforge.coordinator.core.cache.blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED, WINDOW
+from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter
@@ -78,6 +79,10 @@ class Checker:
             for forming in group.forming:
                 for block in forming.blocks:
                     holders[block] += 1
+            if group.window_pages:
+                for slot in np.flatnonzero(s.pool == group.number).tolist():
+                    for block in self._windows(group, slot, int(s.window_first[slot]), int(s.window_end[slot])):
+                        holders[block] += 1
         for block, names in blocks.external.items():
             holders[block] += len(names)
         counts = blocks.refcount.tolist()
@@ -99,6 +104,14 @@ class Checker:
             assert own.count(QUARANTINED) == pool.quarantined, "quarantined"
             if group.sent:
                 self._untouchable(group, states.translate(IS_KEPT))
+
+    def _windows(self, group: Group, slot: int, first: int, end: int) -> list[int]:
+        """Return the window blocks of a row for its blocks [first, end)."""
+        row: list[int] = self._machine.cache.sequences.states[slot].tolist()
+        pages, ring = group.window_pages, group.window_blocks
+        return [
+            row[group.state_blocks + number % ring * pages + i] for number in range(first, end) for i in range(pages)
+        ]
 
     def _pinned(self) -> None:
         """Check that pins hold no more than their share of a pool and of their tenant's ceiling."""
@@ -152,8 +165,14 @@ class Checker:
             touched += states
             written += states
             self._checkpoints(group, step)
+        if group.window_pages:
+            for slot, start, count in zip(*(a.tolist() for a in (step.slots, step.starts, step.counts)), strict=True):
+                end, size = -(-(start + count) // s.block_size), s.block_size
+                touched += self._windows(group, slot, max(0, start + 1 - group.window) // size, end)
+                written += self._windows(group, slot, start // size, end)
         holders = blocks.refcount[written].tolist()
         assert holders.count(1) == len(holders), f"step {step.step_id} writes a shared block"
+        assert len(set(written)) == len(written), f"step {step.step_id} writes a block twice"
         assert not _some(blocks.indexed[written]), f"step {step.step_id} writes an indexed block"
         copies = step.copies.tolist()
         flying = self._flying.setdefault(group.epoch, deque())
@@ -166,7 +185,8 @@ class Checker:
         kind, size = self._machine.cache.blocks.kind, self._machine.cache.sequences.block_size
         written = self._written.setdefault(group.epoch, {})
         for source, target, tokens in step.copies.reshape(-1, 3).tolist():
-            assert kind[source] == kind[target] == KV or tokens == size, "a part of a state is copied"
+            whole = kind[source] != kind[target] or kind[source] not in (KV, WINDOW)
+            assert not whole or tokens == size, "a part of a state is copied"
             if kind[source] == CHECKPOINT and source in written:
                 assert written[source] <= group.pool.done_step, f"step {step.step_id} hits a checkpoint in the making"
             written[target] = step.step_id
@@ -199,6 +219,12 @@ class Checker:
         wrong = [slot for slot, (stored, row, width) in enumerate(rows) if stored[:width] != row[:width]]
         assert not wrong, f"row {wrong[0]} is published with wrong blocks"
         if self._stateful:
+            for slot in np.flatnonzero(s.window_end).tolist():
+                group = self._machine.cache.groups[int(s.pool[slot])]
+                numbers = np.arange(s.window_first[slot], s.window_end[slot])
+                columns = self._machine.cache.windows.columns(group, numbers)
+                same = (tables.state_table[slot, columns] == s.states[slot, columns]).all()
+                assert same, f"row {slot} is published with wrong window blocks"
             held = s.state_used.tolist()
             assert tables.row_states.tolist() == held, "a count of state blocks is not published"
             for slot, width in enumerate(held):

@@ -24,7 +24,7 @@ from tools.simulation.attributes import WATCHERS
 # `first_us` are derived from other state, and found again after a recovery. `watcher` belongs to the simulator.
 PUBLISH_LISTS = frozenset(
     {
-        *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states"),
+        *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
         *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher"),
     }
 )

@@ -102,7 +102,7 @@ def checkpoint_outlives_its_block() -> list[Patch]:
 @fault
 def part_of_a_checkpoint_evicted() -> list[Patch]:
     """A checkpoint is evicted block by block."""
-    real = BlockPool._evict_with_checkpoint
+    real = BlockPool._evict_with_parts
 
     def evict(self: BlockPool, block: int) -> None:
         key = self._checkpoint_of.get(block)
@@ -114,7 +114,7 @@ def part_of_a_checkpoint_evicted() -> list[Patch]:
         self.blocks.indexed[block] = False
         self._free_cached(np.array([block], np.int64))
 
-    return [(BlockPool, "_evict_with_checkpoint", evict)]
+    return [(BlockPool, "_evict_with_parts", evict)]
 
 
 @fault

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.coordinator.core.cache.blocks import BlockIds
 from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.coordinator.core.cache.placement import Placement
 from kvforge.coordinator.core.cache.sequences import NO_POOL
 from kvforge.coordinator.core.machine import Machine
@@ -128,7 +130,7 @@ class Progress:
             stay = stay | {
                 t for t in np.flatnonzero(s.pool == group.number).tolist() if s.owned[t] and not s.request[t]
             }
-        kept = {block for slot in stay for ids in (s.blocks_of(slot), s.states_of(slot)) for block in ids.tolist()}
+        kept = {block for slot in stay for ids in _held(cache, slot) for block in ids.tolist()}
         kept |= set(cache.blocks.external)
         owner = cache.blocks.owner
         used = Counter(int(owner[block]) for block in kept if pool.base <= block < pool.base + pool.count)
@@ -160,8 +162,15 @@ class Progress:
     def _could_start(self, request: Request, group: Group) -> bool:
         """Return whether the request would find room if all rows had ended; otherwise it waits for a client."""
         s = self._machine.cache.sequences
-        needed = s.blocks_for(request.prompt.size + request.tokens.size + 1) + group.state_blocks
+        blocks = s.blocks_for(request.prompt.size + request.tokens.size + 1)
+        needed = blocks + group.state_blocks + self._windows_most(blocks)
         return self._could_have(group, request.tenant, set()) >= needed
+
+    def _windows_most(self, blocks: int) -> int:
+        """Return how many blocks the windows of a sequence of so many blocks take at most."""
+        settings = self._settings
+        seen = -(-(settings.window + settings.step_tokens_max) // settings.block_size) + 1
+        return settings.window_pages * min(blocks, seen)
 
     def _pass(self, earlier: Request, request: Request) -> None:
         if self._passed[earlier.id] >= self._settings.passes_max:
@@ -210,3 +219,8 @@ class Progress:
         expected = (self._charged + generated) / machine.cache.tenants.weight + self._lifted
         if not np.allclose(machine.admission.waiting.service, expected):
             raise Violation(f"tenants were charged {machine.admission.waiting.service}, not {expected}")
+
+
+def _held(cache: KVCacheManager, slot: int) -> tuple[BlockIds, ...]:
+    s = cache.sequences
+    return s.blocks_of(slot), s.states_of(slot), cache.windows.of(slot)

@@ -20,6 +20,7 @@ from tools.simulation.draws import Draws
 from tools.simulation.replay import OutputDigest
 from tools.simulation.settings import (
     STATES_SHARE,
+    WINDOWS_SHARE,
     Settings,
     draw_settings,
     with_crashes,
@@ -27,6 +28,7 @@ from tools.simulation.settings import (
     with_ranks,
     with_standstills,
     with_states,
+    with_windows,
 )
 from tools.simulation.shrink import shrink
 from tools.simulation.world import FULL_CHECK_EVERY, World
@@ -49,18 +51,31 @@ class Outcome(msgspec.Struct):
     actions: list[Action]
 
 
-def drawn(seed: int, states: float = STATES_SHARE) -> tuple[Settings, ActionDrawer]:
-    """Return the settings and the action drawer of a seed; `states` is the share of models with a recurrent state."""
+def drawn(seed: int, states: float = STATES_SHARE, windows: float = WINDOWS_SHARE) -> tuple[Settings, ActionDrawer]:
+    """Return the settings and the action drawer of a seed.
+
+    Args:
+        seed: the seed.
+        states: the share of models with a recurrent state.
+        windows: the share of models with layers that have a sliding window.
+    """
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     settings = with_standstills(settings, Random(f"stands/{seed}"))
     settings = with_states(settings, Random(f"states/{seed}"), states)
+    settings = with_windows(settings, Random(f"windows/{seed}"), windows)
     return settings, ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 
-def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY, states: float = STATES_SHARE) -> Outcome:
-    """Run a seed for about `events` events and to its end; `states` is as in `drawn`."""
-    settings, drawer = drawn(seed, states)
+def run_seed(
+    seed: int,
+    events: int,
+    check_every: int = FULL_CHECK_EVERY,
+    states: float = STATES_SHARE,
+    windows: float = WINDOWS_SHARE,
+) -> Outcome:
+    """Run a seed for about `events` events and to its end; `states` and `windows` are as in `drawn`."""
+    settings, drawer = drawn(seed, states, windows)
     return play(seed, settings, drawer.actions(), events, check_every)
 
 
@@ -107,9 +122,15 @@ def trace_seed(seed: int, events: int) -> list[str]:
         return world.trace
 
 
-def digest_seed(seed: int, events: int) -> str:
-    """Return one digest of all that leaves the core in a seed's world, independent of the core's structure."""
-    settings, drawer = drawn(seed)
+def digest_seed(seed: int, events: int, windows: float = WINDOWS_SHARE) -> str:
+    """Return one digest of all that leaves the core in a seed's world, independent of the core's structure.
+
+    Args:
+        seed: the seed.
+        events: about how many events to run.
+        windows: as in `drawn`.
+    """
+    settings, drawer = drawn(seed, windows=windows)
     with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
         world.recording = left = OutputDigest()

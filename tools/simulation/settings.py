@@ -15,7 +15,7 @@ TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # share of the worlds
-STATES_SHARE = 0.25
+STATES_SHARE = WINDOWS_SHARE = 0.25
 RANKS_SHARE = STANDS_SHARE = 0.3
 
 
@@ -41,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         state_blocks: blocks of the recurrent state of a sequence; 0 for a model without one.
         prompt_chunk: tokens of the chunks in which such a model computes prompts.
         checkpoint_tokens: distance of the checkpoints of such states.
+        window: tokens that layers with a sliding window see; 0 for a model without such layers.
+        window_pages: blocks with the KV of these layers for one block of tokens.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
@@ -87,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     state_blocks: int = 0
     prompt_chunk: int = 1
     checkpoint_tokens: int = 2048
+    window: int = 0
+    window_pages: int = 0
     stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
@@ -111,6 +115,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return self.block_size * self.context_blocks
 
     @property
+    def ring_blocks(self) -> int:
+        """Return how many blocks of a sequence the ring of its windows names; 0 without windows."""
+        if not self.window_pages:
+            return 0
+        seen = self.window + self.steps_in_flight_max * self.step_tokens_max
+        return min(-(-seen // self.block_size) + 2, self.context_blocks)
+
+    @property
+    def others_max(self) -> int:
+        """Return the columns of the table of states: those of the state, of the ring, and one."""
+        return 1 + self.state_blocks + self.ring_blocks * self.window_pages
+
+    @property
     def blocks_max(self) -> int:
         """Return enough blocks for all workers at once."""
         return sum(self.workers) + max(self.workers)
@@ -122,7 +139,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             sequences_max=self.sequences_max,
             blocks_max=self.blocks_max,
             blocks_per_sequence_max=self.context_blocks,
-            state_blocks_max=1 + self.state_blocks,
+            state_blocks_max=self.others_max,
             pools_max=self.processes + 1,
             tenants_max=len(TENANTS) + 2,
             queue_max=self.queue_max,
@@ -159,7 +176,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             blocks_per_sequence=self.context_blocks,
             block_size=self.block_size,
             pools=self.processes + 1,
-            states_per_sequence=1 + self.state_blocks,
+            states_per_sequence=self.others_max,
         )
 
 
@@ -245,6 +262,26 @@ def with_states(settings: Settings, random: Random, share: float = STATES_SHARE)
         prompt_chunk=chunk,
         checkpoint_tokens=random.choice((3, 8, 16, 2048)),
         step_tokens_max=max(settings.step_tokens_max, chunk),
+        workers=tuple(count + held for count in settings.workers),
+        quotas=ceilings,
+    )
+
+
+def with_windows(settings: Settings, random: Random, share: float = WINDOWS_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds the model has layers with a sliding window, in larger pools."""
+    if random.random() >= share:
+        return settings
+    pages, window = random.choice((1, 1, 2, 3)), random.choice((1, 2, 3, 4, 6, 9, 16))
+    blocks = min(settings.context_blocks, -(-(window + settings.step_tokens_max) // settings.block_size) + 1)
+    held = pages * blocks * random.randint(1, settings.step_rows_max)
+    ceilings = {
+        tenant: msgspec.structs.replace(quota, ceiling=quota.ceiling + pages * blocks) if quota.ceiling else quota
+        for tenant, quota in settings.quotas.items()
+    }
+    return msgspec.structs.replace(
+        settings,
+        window=window,
+        window_pages=pages,
         workers=tuple(count + held for count in settings.workers),
         quotas=ceilings,
     )

@@ -4,6 +4,9 @@ The memory starts as garbage and is written by steps alone. Each cell holds (tok
 whether the token was computed as a generated or a prompt token. A step reads the block tables from the published file
 at execution time, not at planning time. Attention over a cell with a wrong position is a violation at once. A wrong
 token is one, too, because the context's fingerprint then differs from the oracle's.
+
+Layers with a sliding window write the same tokens into blocks of their own, in cells that also name the place of the
+block among those of its tokens. A row must find there what the block table has, for each token that it can see.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ WATCHDOG_TIMEOUTS = 2
 ANSWERS_KEPT = 16  # more than the steps in flight
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
+PAGE = 10 * CONTEXT_MAX
 
 
 class WorkerCrashed(Exception):
@@ -161,12 +165,13 @@ class KvMemory:
             raise Violation(f"block {block} is not in this worker's pool")
         return (block - self.base) * self.block_size
 
-    def write(self, rows: Iterable[tuple[list[int], int, int]], tokens: list[int]) -> None:
+    def write(self, rows: Iterable[tuple[list[int], int, int]], tokens: list[int], page: int = -1) -> None:
         """Write the KV of all rows of a step, with no cell written twice.
 
         Args:
             rows: (block ids, start, end) of each row; positions [start, end) are written.
             tokens: the tokens of all rows.
+            page: the number of the window blocks among those of their tokens; -1 for blocks of all tokens.
         """
         at = [
             (self._cell(ids[p // self.block_size]) + p % self.block_size, p)
@@ -179,7 +184,7 @@ class KvMemory:
             self._states.pop(self.base + cell // self.block_size, None)
         for (cell, position), token in zip(at, tokens, strict=True):
             self._tokens[cell] = token
-            self._positions[cell] = position
+            self._positions[cell] = position + (page + 1) * PAGE
 
     def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
         """Read the tokens of a row at positions [0, end).
@@ -202,6 +207,28 @@ class KvMemory:
             position, found = next((p, found) for p, found in enumerate(positions) if p != found)
             raise Violation(f"a row attends at position {position} to KV of position {found} (-1: garbage)")
         return tokens[:end]
+
+    def check_windows(self, ids: list[int], first: int, tokens: list[int], page: int) -> None:
+        """Check what the layers with a window see.
+
+        Args:
+            ids: window blocks of the row, by the number of the block.
+            first: the first token in sight.
+            tokens: all tokens of the row.
+            page: as in `write`.
+
+        Raises:
+            Violation: It is not the KV of these tokens.
+        """
+        size = self.block_size
+        for position in range(first, len(tokens)):
+            cell = self._cell(ids[position // size]) + position % size
+            found = self._positions[cell] - (page + 1) * PAGE
+            if found != position or self._tokens[cell] != tokens[position]:
+                raise Violation(
+                    f"a layer with a window sees at position {position} KV of position {found}, "
+                    f"token {self._tokens[cell]} instead of {tokens[position]}"
+                )
 
 
 class Row:
@@ -394,6 +421,11 @@ class SimulatedWorker:
         )
         pool: dict[str, Any] = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
         pool |= {"state_blocks": settings.state_blocks, "prompt_chunk": settings.prompt_chunk}
+        pool |= {
+            "window": settings.window,
+            "window_pages": settings.window_pages,
+            "window_blocks": settings.ring_blocks,
+        }
         self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -492,6 +524,8 @@ class SimulatedWorker:
         memory.write(zip(rows, starts, ends, strict=True), tokens)
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
         found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
+        if self._host.settings.window_pages:
+            self._through_windows(step, tokens, found, counting)
         if self._host.settings.state_blocks:
             self._advance_states(step, tokens, found, counting)
         bad = poison(self._host.settings.vocabulary)
@@ -501,6 +535,23 @@ class SimulatedWorker:
         fingerprints = list(map(fingerprint_of, found))
         result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
         return self._scored(step, found, result) if step.scored.size else result
+
+    def _through_windows(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
+        """Write the tokens for the layers with a window, and check all that these layers see."""
+        assert self._reader is not None
+        settings, memory, starts = self._host.settings, self._memory, step.starts.tolist()
+        pages, ring, before = settings.window_pages, settings.ring_blocks, settings.state_blocks
+        table: list[list[int]] = self._reader.states(step.slots, before + ring * pages).tolist()
+        ends = (step.starts + step.counts).tolist()
+        for page in range(pages):
+            rows = [
+                [row[before + number % ring * pages + page] for number in range(-(-end // settings.block_size))]
+                for row, end in zip(table, ends, strict=True)
+            ]
+            memory.write(zip(rows, starts, ends, strict=True), tokens, page)
+            for ids, start, text, counts in zip(rows, starts, found, counting, strict=True):
+                if counts:
+                    memory.check_windows(ids, max(0, start + 1 - settings.window), text, page)
 
     def _advance_states(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
         """Advance the states of all rows, which must be those of the tokens that the rows attend to."""

@@ -12,7 +12,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from ..clock import Clock
 from ..waits import Waits, blocks_of
-from .blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED, BlockIds, Blocks
+from .blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
 from .hashing import Hashes
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
@@ -26,8 +26,9 @@ class BlockPool:
     Attributes:
         index: The prefix index of the pool.
         zeroing: Blocks to zero before reuse; None if blocks are not zeroed when the tenant changes.
-        stateful: The model keeps a recurrent state: blocks are of several kinds.
+        mixed: Blocks are of several kinds: the model keeps a recurrent state, or has layers with a window.
         checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
+        windows: Window blocks for the tokens of KV blocks, by the key of these. See `windows`.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class BlockPool:
         base: int,
         count: int,
         zeroing: Zeroing | None = None,
-        stateful: bool = False,
+        mixed: bool = False,
     ) -> None:
         self._clock, self.blocks, self.index, self._waits = clock, blocks, index, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
-        self._tenants, self.zeroing, self.stateful = tenants, zeroing, stateful
+        self._tenants, self.zeroing, self.mixed = tenants, zeroing, mixed
         self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
         self.free = count
         self.quarantined = 0
@@ -64,6 +65,8 @@ class BlockPool:
         self._awaited: deque[int] = deque()
         self.checkpoints: dict[int, tuple[int, ...]] = {}
         self._checkpoint_of: dict[int, int] = {}
+        self.windows: dict[int, tuple[int, ...]] = {}
+        self._window_of: dict[int, int] = {}
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
         blocks.state[ids] = FREE
@@ -128,7 +131,7 @@ class BlockPool:
             kept = self._tenants.kept_for_others(tenant, self.usage)
         while self.free < count + kept:
             self._evict_one(self._lru_tenant(tenant))
-            if self.stateful:  # a checkpoint goes as a whole, which may reach into its tenant's floor
+            if self.mixed:  # a checkpoint goes as a whole, which may reach into its tenant's floor
                 kept = self._tenants.kept_for_others(tenant, self.usage)
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
@@ -173,19 +176,20 @@ class BlockPool:
         return best
 
     def _evict_one(self, tenant: int) -> None:
-        if self.checkpoints:
-            self._evict_with_checkpoint(next(iter(self._lru[tenant])))
+        if self.checkpoints or self.windows:
+            self._evict_with_parts(next(iter(self._lru[tenant])))
             return
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self.index.remove(block)
         self._to_free(np.array([block], np.int64))
 
-    def _evict_with_checkpoint(self, block: int) -> None:
-        """Evict a cached block with the checkpoint that hangs on it, or the checkpoint that it is a part of."""
-        key = self._checkpoint_of.get(block)
-        if key is not None:
+    def _evict_with_parts(self, block: int) -> None:
+        """Evict a cached block with what hangs on it, or the checkpoint or window blocks that it is a part of."""
+        if (key := self._checkpoint_of.get(block)) is not None:
             self._drop_checkpoint(key)
+        elif (key := self._window_of.get(block)) is not None:
+            self._drop_window(key)
         else:
             self.unindex(block)
 
@@ -331,7 +335,7 @@ class BlockPool:
             for tenant in sorted(set(owners.tolist())):
                 self._charge(tenant, -int(np.count_nonzero(owners == tenant)))
         blocks.owner[ids] = 0
-        if self.stateful:
+        if self.mixed:
             blocks.kind[ids] = KV
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size
@@ -399,10 +403,12 @@ class BlockPool:
         self._free_cached(np.array([block], np.int64))
 
     def _remove_entry(self, block: int) -> None:
-        """Remove a block from the prefix index, with the checkpoint that hangs on its entry."""
+        """Remove a block from the prefix index, with the checkpoint and the window blocks that hang on its entry."""
         self.index.remove(block)
         if self.checkpoints and (key := self.index.key(block)) in self.checkpoints:
             self._drop_checkpoint(key)
+        if self.windows and (key := self.index.key(block)) in self.windows:
+            self._drop_window(key)
 
     def _free_cached(self, ids: BlockIds) -> None:
         """Free the cached ones of blocks, [n], that are no longer in the index."""
@@ -439,13 +445,33 @@ class BlockPool:
                 entries.move_to_end(block)
                 entries[block] = self._stamp
 
+    # ----------------------------------------------------------------------------------------------- window blocks
+
+    def add_window(self, key: int, blocks: tuple[int, ...]) -> None:
+        """Make held window blocks the part that hangs on an index entry, unless either has another one."""
+        if key in self.windows or blocks[0] in self._window_of:
+            return
+        assert self.index.alive(key)
+        self.windows[key] = blocks
+        self._window_of.update(dict.fromkeys(blocks, key))
+        self.blocks.indexed[np.array(blocks, np.int64)] = True
+
+    def _drop_window(self, key: int) -> None:
+        """Remove the window blocks of an entry from the index. They become free when they have no holders."""
+        blocks = self.windows.pop(key)
+        for block in blocks:
+            del self._window_of[block]
+        ids = np.array(blocks, np.int64)
+        self.blocks.indexed[ids] = False
+        self._free_cached(ids)
+
     # ------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
         """Check that free + cached + referenced + quarantined = total, and that lists and states agree."""
         self.index.check_invariants(self.base, self.count)
-        if self.stateful:
-            self._check_checkpoints()
+        if self.mixed:
+            self._check_kinds()
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
         states, counts = blocks.state[ids], blocks.refcount[ids]
         assert (counts >= 0).all(), "a reference count is below zero"
@@ -466,8 +492,25 @@ class BlockPool:
         owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
         assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
-        assert not blocks.kind[listed].any() and (self.stateful or not blocks.kind[ids].any()), "kinds of blocks"
+        assert not blocks.kind[listed].any() and (self.mixed or not blocks.kind[ids].any()), "kinds of blocks"
         assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
+
+    def _check_kinds(self) -> None:
+        self._check_checkpoints()
+        self._check_windows()
+        region = np.arange(self.base, self.base + self.count)
+        indexed = region[self.blocks.indexed[region] & (self.blocks.kind[region] != KV)]
+        assert set(indexed.tolist()) == {*self._checkpoint_of, *self._window_of}, "indexed blocks of other kinds"
+
+    def _check_windows(self) -> None:
+        blocks = [block for each in self.windows.values() for block in each]
+        assert len(set(blocks)) == len(blocks) and self._window_of.keys() == set(blocks), "window blocks of entries"
+        assert all(self._window_of[block] == key for key, each in self.windows.items() for block in each)
+        assert all(map(self.index.alive, self.windows)), "window blocks outlive the entry that they hang on"
+        ids = np.array(blocks, np.int64)
+        assert (self.blocks.kind[ids] == WINDOW).all() and self.blocks.indexed[ids].all(), "window blocks of an entry"
+        for each in self.windows.values():
+            assert len(set(self.blocks.state[list(each)].tolist())) == 1, "a part of an entry's window blocks is held"
 
     def _check_checkpoints(self) -> None:
         blocks = [block for each in self.checkpoints.values() for block in each]
@@ -478,9 +521,6 @@ class BlockPool:
         assert (self.blocks.kind[ids] == CHECKPOINT).all() and self.blocks.indexed[ids].all(), "a checkpoint's blocks"
         for each in self.checkpoints.values():
             assert len(set(self.blocks.state[list(each)].tolist())) == 1, "a part of a checkpoint is held"
-        region = np.arange(self.base, self.base + self.count)
-        indexed = region[self.blocks.indexed[region] & (self.blocks.kind[region] != KV)]
-        assert set(indexed.tolist()) == set(blocks), "indexed blocks of other kinds"
 
 
 def short_of(error: CapacityExceeded) -> int:

@@ -16,6 +16,7 @@ from .groups import Group
 from .residency import Residency
 from .sequences import NO_POOL, ONE, Sequences, Slots, Tokens
 from .tenants import Tenants
+from .windows import Windows
 
 
 class BlockTables:
@@ -28,9 +29,10 @@ class BlockTables:
         groups: dict[int, Group],
         tenants: Tenants,
         residency: Residency,
+        windows: Windows,
     ) -> None:
         self._sequences, self._blocks, self._groups = sequences, blocks, groups
-        self._tenants, self._residency = tenants, residency
+        self._tenants, self._residency, self._windows = tenants, residency, windows
 
     def append(self, slots: Slots, tokens: Tokens, counts: Slots) -> None:
         """Append tokens to resident or non-resident sequences, all or nothing.
@@ -49,7 +51,7 @@ class BlockTables:
         after = s.length[slots] + counts
         if (after > s.context_tokens_max).any():
             raise CapacityExceeded("context", int(after.max()), s.context_tokens_max, "start a new sequence")
-        self.reserve(slots, s.length[slots], after, after)
+        self.reserve(slots, s.length[slots], after, after, steps=False)
         s.accesses[slots] += 1
         if counts.size == tokens.size:
             s.append(slots, after - 1, tokens)
@@ -71,6 +73,8 @@ class BlockTables:
         ids = s.table[slots, column]
         if np.maximum.reduce(blocks.refcount.take(ids)) > 1 or blocks.indexed.take(ids).any():
             return None
+        if self._windows.present and self._windows.unwritable(slots, length, None)[0].size:
+            return None
         s.append(slots, length, tokens)
         s.accesses[slots] += 1
         return length + 1
@@ -86,13 +90,15 @@ class BlockTables:
             block = s.table[slot, column]
             if blocks.refcount[block] > 1 or blocks.indexed[block]:
                 return False
+            if s.window_end[slot] and self._windows.unwritable(np.array([slot]), s.length[[slot]], None)[0].size:
+                return False
         elif length >= s.context_tokens_max:
             return False
         s.append(np.array([slot]), length, token)
         s.accesses[slot] += 1
         return True
 
-    def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots) -> None:
+    def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots, steps: bool = True) -> None:
         """Make resident sequences able to write positions [start, end) and to hold `lengths` tokens: all or none.
 
         Non-resident slots are ignored. Shared or indexed blocks in the range are replaced by copies.
@@ -102,6 +108,7 @@ class BlockTables:
             start: First position to write, [n].
             end: End of the positions to write, [n].
             lengths: Tokens to hold, [n].
+            steps: The next step writes the positions, which takes window blocks for them.
 
         Raises:
             CapacityExceeded: Blocks are missing.
@@ -112,6 +119,9 @@ class BlockTables:
             slots, start, end, lengths = slots[resident], start[resident], end[resident], lengths[resident]
         more = -(-lengths // s.block_size) - s.used[slots]
         copy_rows, copy_columns = self._to_copy(slots, *self.unwritable(slots, start, end))
+        if slots.size and self._windows.present:
+            self._reserve_with_windows(slots, more, copy_rows, copy_columns, end if steps else None, lengths)
+            return
         if not copy_rows.size and not np.count_nonzero(more):
             return
         needed = more + np.bincount(copy_rows, minlength=slots.size) if copy_rows.size else more
@@ -136,9 +146,51 @@ class BlockTables:
                 self._replace_block(group, slot, column, block)
             self._extend(slots[rows], more[rows], fresh[copies:])
 
+    def _reserve_with_windows(
+        self, slots: Slots, more: Slots, rows: Slots, columns: Slots, end: Slots | None, lengths: Slots
+    ) -> None:
+        """Add blocks and window blocks to the tables of sequences, and replace those that must be copied.
+
+        Args:
+            slots: Distinct slots of one tenant, [n].
+            more: Blocks to add to each, [n].
+            rows: Indices of slots with blocks to copy, [m].
+            columns: These blocks, [m].
+            end: Ends of the positions that the next step writes, [n]; None if it writes none.
+            lengths: Tokens to hold, [n].
+        """
+        s, windows = self._sequences, self._windows
+        seen = windows.missing(slots, end, lengths) if end is not None else np.zeros_like(slots)
+        copied = windows.has(slots[rows], columns)
+        tenant, pools = int(s.tenant[slots[0]]), s.pool[slots]
+        assert not np.count_nonzero(s.tenant[slots] != tenant)
+        parts: list[tuple[Group, npt.NDArray[np.bool_], npt.NDArray[np.bool_], int]] = []
+        for number in sorted(set(pools.tolist())):
+            group, mine = self._groups[number], pools == number
+            cells = mine[rows]
+            count = int(np.add.reduce(more[mine])) + int(np.count_nonzero(cells))
+            count += group.window_pages * (int(np.add.reduce(seen[mine])) + int(np.count_nonzero(copied[cells])))
+            if count:
+                parts.append((group, mine, cells, count))
+        for group, _, _, count in parts:
+            self._residency.check_room(group, tenant, count, NO_BLOCKS, slots)
+        for group, mine, cells, count in parts:
+            self._residency.make_room(group, tenant, count, NO_BLOCKS, slots)
+            fresh = group.pool.allocate(tenant, count)
+            own = zip(slots[rows[cells]].tolist(), columns[cells].tolist(), copied[cells].tolist(), strict=True)
+            at = 0
+            for slot, column, both in own:
+                end_at = at + 1 + group.window_pages * both
+                self._replace_block(group, slot, column, *fresh[at:end_at].tolist())
+                at = end_at
+            full = int(np.add.reduce(more[mine]))
+            self._extend(slots[mine], more[mine], fresh[at : at + full])
+            if group.window_pages:
+                windows.extend(group, slots[mine], seen[mine], fresh[at + full :])
+
     def _to_copy(self, slots: Slots, rows: Slots, columns: Slots) -> tuple[Slots, Slots]:
         """Select which of the unwritable blocks need a copy. The last of the rows that hold a block alone keeps it."""
-        if rows.size < 2:
+        if rows.size < 2 or self._windows.present:
             return rows, columns
         ids = self._sequences.table[slots[rows], columns]
         _, which, asked = np.unique(ids, return_inverse=True, return_counts=True)
@@ -152,8 +204,14 @@ class BlockTables:
 
     def needed(self, slot: int, start: int, end: int, length: int) -> int:
         """Return how many blocks a resident sequence needs to write [start, end) and to hold `length` tokens."""
-        copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
-        return self._sequences.blocks_for(length) - int(self._sequences.used[slot]) + int(copies)
+        slots, ends = np.array([slot]), np.array([end])
+        rows, columns = self.unwritable(slots, np.array([start]), ends)
+        needed = self._sequences.blocks_for(length) - int(self._sequences.used[slot]) + int(rows.size)
+        if not self._windows.present:
+            return needed
+        copied = np.count_nonzero(self._windows.has(slots[rows], columns))
+        seen = self._windows.missing(slots, ends, np.array([length]))[0]
+        return needed + int(seen + copied) * self._groups[int(self._sequences.pool[slot])].window_pages
 
     def grow(self, group: Group, slots: Slots, tenant: int = -1) -> bool:
         """Give one more block to each of `slots`, all of the group, if no eviction or preemption is needed.
@@ -166,22 +224,41 @@ class BlockTables:
         Returns:
             False, with nothing changed, if the free blocks or the quota do not suffice.
         """
-        s, pool = self._sequences, group.pool
+        s, pool, each = self._sequences, group.pool, 1 + group.window_pages
         owners = [tenant] if tenant >= 0 else s.tenant[slots].tolist()
         tenants = set(owners)
-        if len(tenants) > 1 and (self._tenants.has_quotas or pool.free < slots.size):
+        if len(tenants) > 1 and (self._tenants.has_quotas or pool.free < slots.size * each):
             return False
-        if len(tenants) == 1 and pool.available(owners[0]) < slots.size:
+        if len(tenants) == 1 and pool.available(owners[0]) < slots.size * each:
             return False
         for tenant in sorted(tenants):
             rows = slots if len(tenants) == 1 else slots[s.tenant[slots] == tenant]
             columns = s.used[rows]
-            s.table[rows, columns] = pool.allocate(tenant, rows.size)
+            fresh = pool.allocate(tenant, rows.size * each)
+            if each > 1:
+                self._windows.extend(group, rows, np.ones(rows.size, np.int64), fresh[rows.size :])
+                fresh = fresh[: rows.size]
+            s.table[rows, columns] = fresh
             s.used[rows] = columns + ONE
             s.changed_cells.append((rows, columns))
         return True
 
     def unwritable(self, slots: Slots, start: Slots, end: Slots | None = None) -> tuple[Slots, Slots]:
+        """Find blocks in positions [start, end) that must not be written because they are shared or indexed.
+
+        A block counts if its window blocks are. Arguments and result are those of `_unwritable`.
+        """
+        rows, columns = self._unwritable(slots, start, end)
+        if not self._windows.present:
+            return rows, columns
+        more_rows, more_columns = self._windows.unwritable(slots, start, end)
+        if not more_rows.size:
+            return rows, columns
+        cells = np.concatenate(((rows, columns), (more_rows, more_columns)), axis=1)
+        rows, columns = np.unique(cells, axis=1)
+        return rows, columns
+
+    def _unwritable(self, slots: Slots, start: Slots, end: Slots | None = None) -> tuple[Slots, Slots]:
         """Find blocks in positions [start, end) that must not be written because they are shared or indexed.
 
         Takes a fixed number of numpy operations, whatever the ranges.
@@ -219,18 +296,23 @@ class BlockTables:
         s.changed_cells.append((rows, columns))
         s.changed_rows.append(slots)
 
-    def _replace_block(self, group: Group, slot: int, column: int, fresh: int) -> None:
-        """Copy-on-write: replace a block that the sequence may not write by `fresh`, with the KV it had there."""
+    def _replace_block(self, group: Group, slot: int, column: int, fresh: int, *windows: int) -> None:
+        """Copy-on-write: replace a block that the sequence may not write by `fresh`, with the KV it had there.
+
+        Its window blocks, if it has some, are replaced by `windows`.
+        """
         s = self._sequences
-        old = int(s.table[slot, column])
+        old = [int(s.table[slot, column])]
+        if windows:
+            old += self._windows.replace(group, slot, column, list(windows))
         with_kv = min(int(s.scheduled[slot]) - column * s.block_size, s.block_size)
         last = int(s.last_step[slot])
         if with_kv > 0:
-            origin = group.copy_block(old, fresh, with_kv)
+            origins = [group.copy_block(*pair, with_kv) for pair in zip(old, (fresh, *windows), strict=True)]
             last = s.last_step[slot] = group.next_step
             group.pool.await_step(last)
-            self._blocks.touch[origin] = max(int(self._blocks.touch[origin]), last)
-        group.release(np.array([old], np.int64), last)
+            self._blocks.touch[origins] = np.maximum(self._blocks.touch[origins], last)
+        group.release(np.array(old, np.int64), last)
         s.table[slot, column] = fresh
         s.changed_cells.append((np.array([slot]), np.array([column])))
         s.changed_rows.append(np.array([slot]))

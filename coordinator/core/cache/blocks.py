@@ -10,8 +10,8 @@ A block is in exactly one state:
 The reference count is the number of holders: sequences with the block in their table, plus named external holders.
 The generation is bumped when a block gives up its content, which invalidates older references to the block.
 
-A block in use is of one kind: it holds the KV of tokens, a part of a sequence's recurrent state, or a part of a
-checkpoint of such a state. Free blocks count as KV.
+A block in use is of one kind: it holds the KV of tokens, a part of a sequence's recurrent state, a part of a checkpoint
+of such a state, or the KV of tokens in layers with a sliding window. Free blocks count as KV.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 FREE, REFERENCED, QUARANTINED, CACHED = range(4)
 STATE_NAMES = ("free", "referenced", "quarantined", "cached")
-KV, RECURRENT, CHECKPOINT = range(3)
-KIND_NAMES = ("kv", "state", "checkpoint")
+KV, RECURRENT, CHECKPOINT, WINDOW = range(4)
+KIND_NAMES = ("kv", "state", "checkpoint", "window")
 
 BlockIds = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.zeros(0, np.int64)

@@ -11,6 +11,7 @@ from .blocks import Blocks
 from .groups import Group
 from .indexing import Indexing
 from .placement import NO_DONOR, Placement
+from .residency import Residency
 from .sequences import Sequences, Tokens, unmarked
 from .states import is_cut
 from .tenants import Tenants
@@ -19,8 +20,11 @@ from .tenants import Tenants
 class Continuing:
     """Finds what a prompt and a kept sequence have in common. It changes nothing."""
 
-    def __init__(self, sequences: Sequences, blocks: Blocks, indexing: Indexing, tenants: Tenants) -> None:
+    def __init__(
+        self, sequences: Sequences, blocks: Blocks, indexing: Indexing, tenants: Tenants, residency: Residency
+    ) -> None:
         self._sequences, self._blocks, self._indexing, self._tenants = sequences, blocks, indexing, tenants
+        self._residency = residency
 
     def marked(self, sequence_id: int, tenant: str, salt: int, prompt: Tokens) -> Tokens:
         """Return a prompt with the marks of a sequence, as far as their token ids agree.
@@ -69,7 +73,7 @@ class Continuing:
         needed = s.blocks_for(tokens.size) - full + group.state_blocks
         found = Placement(group, s.blocks_of(slot)[:full], partial, needed, slot)
         found.checkpoint = s.states_of(slot)
-        return found
+        return self._residency.share_windows(found, slot, shared, tokens.size) if group.window_pages else found
 
 
 def _common(one: Tokens, other: Tokens) -> int:

@@ -13,6 +13,7 @@ from .blocks import QUARANTINED, BlockIds, Blocks
 from .groups import Group
 from .sequences import Sequences, Slots
 from .supply import Spare, Supply
+from .windows import Windows
 
 NO_ROW = -1
 
@@ -20,8 +21,8 @@ NO_ROW = -1
 class Eviction:
     """Chooses sequences to evict. The cache carries the eviction out."""
 
-    def __init__(self, policy: str, blocks: Blocks, sequences: Sequences) -> None:
-        self._policy, self._blocks, self._sequences = policy, blocks, sequences
+    def __init__(self, policy: str, blocks: Blocks, sequences: Sequences, windows: Windows) -> None:
+        self._policy, self._blocks, self._sequences, self._windows = policy, blocks, sequences, windows
 
     def victims(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare
@@ -66,7 +67,8 @@ class Eviction:
             if trial.has(tenant, count, spare):
                 break
             taken.append(slot)
-            for block in [*s.blocks_of(slot).tolist(), *s.states_of(slot).tolist()]:
+            held = (s.blocks_of(slot), s.states_of(slot), self._windows.of(slot))
+            for block in [block for ids in held for block in ids.tolist()]:
                 left = counts.get(block, int(blocks.refcount[block])) - 1
                 counts[block] = left
                 if left == 0 and blocks.touch[block] <= pool.done_step and block not in kept:
@@ -108,9 +110,10 @@ class Eviction:
         slots = np.flatnonzero(ends)
         columns = np.arange(int(s.used[slots].max(initial=0)))
         cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
-        if pool.stateful:
+        if pool.mixed:
             forming = [np.array(each.blocks, np.int64) for each in group.forming]  # held until their step is done
-            cells = np.concatenate([cells, *(s.states_of(slot) for slot in slots.tolist()), *forming])
+            others = [ids for slot in slots.tolist() for ids in (s.states_of(slot), self._windows.of(slot))]
+            cells = np.concatenate([cells, *others, *forming])
         given = np.bincount(cells - pool.base, minlength=pool.count)
         region = slice(pool.base, pool.base + pool.count)
         held = blocks.refcount[region] > given

@@ -143,6 +143,9 @@ class Group:
         steady: The steady decode batch; None if the next step must be planned in full.
         left_step: The last step that may contain a row that has left since.
         state_blocks: Blocks of a sequence's recurrent state; 0: the model has none.
+        window: Tokens that layers with a sliding window see; see `windows`.
+        window_pages: Blocks with the KV of these layers for one block of tokens; 0: the model has none.
+        window_blocks: Blocks of tokens that the ring of a sequence names.
         prompt_chunk: Steps cut prompts at multiples of this many tokens, if the model has a state.
         copies: Block copies that the next step must carry, even without rows: target -> (source, tokens).
         forming: Checkpoints of recurrent states that are being taken.
@@ -165,6 +168,7 @@ class Group:
         self.pool, self.index, self.model = pool, pool.index, ready.model
         self.bytes_per_block, self.kv_dtype, self.wants_kinds = ready.bytes_per_block, ready.kv_dtype, ready.wants_kinds
         self.state_blocks = ready.state_blocks
+        self.window, self.window_pages, self.window_blocks = ready.window, ready.window_pages, ready.window_blocks
         self.prompt_chunk = ready.prompt_chunk if ready.state_blocks else 1
         self.sent: deque[SentStep] = deque()
         self.last_step = 0

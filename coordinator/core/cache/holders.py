@@ -41,7 +41,7 @@ def largest_holders(
     resident = np.flatnonzero((s.pool == group.number) & (s.id != 0))
     held = {}
     for slot in resident[resident != but].tolist():
-        ids = np.concatenate([s.blocks_of(slot), s.states_of(slot)])
+        ids = np.concatenate([s.blocks_of(slot), s.states_of(slot), cache.windows.of(slot)])
         held[slot] = int(ids.size if not tenant else np.count_nonzero(blocks.owner[ids] == tenant))
     if seen:
         others += sum(count for slot, count in held.items() if int(s.tenant[slot]) != seen)

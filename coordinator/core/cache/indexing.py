@@ -13,6 +13,7 @@ from .groups import Group
 from .hashing import BlockHasher, Hashes
 from .prefix_cache import root_key
 from .sequences import Sequences, Slots, unmarked
+from .windows import Windows
 
 Tokens = npt.NDArray[np.int32]
 
@@ -24,8 +25,8 @@ class Indexing:
         kinds: Distinguish generated tokens from prompt tokens, because their KV differs in its bits.
     """
 
-    def __init__(self, sequences: Sequences, hasher: BlockHasher) -> None:
-        self._sequences, self._hasher = sequences, hasher
+    def __init__(self, sequences: Sequences, hasher: BlockHasher, windows: Windows) -> None:
+        self._sequences, self._hasher, self._windows = sequences, hasher, windows
         self.kinds = False
 
     def contents(self, tokens: Tokens) -> Tokens:
@@ -63,6 +64,8 @@ class Indexing:
         values = self._hasher.extend(s.chain[slots], contents)
         keys = group.pool.index_each(s.table[slots, first], s.parent[slots], values, contents)
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
+        if group.window_pages:
+            self._windows.note_indexed(group, slots, first, keys.tolist())
 
     def filled_by(self, group: Group, slot: int, end: int | None = None) -> None:
         """Index the newly filled blocks of one sequence.
@@ -82,6 +85,11 @@ class Indexing:
         contents = tokens.reshape(-1, s.block_size)
         parent = pool.index_run(s.table[slot, first:full], int(s.parent[slot]), values, contents)
         s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
+        if group.window_pages:
+            held = max(first, int(s.window_first[slot]))
+            entries = [pool.index.find(value) for value in values[held - first :].tolist()]
+            keys = [pool.index.key(entry) for entry in entries if entry is not None]
+            self._windows.note_indexed(group, np.full(len(keys), slot), np.arange(held, held + len(keys)), keys)
 
     def restart(self, slot: int) -> None:
         """Start indexing again from the root. Entries that exist keep their keys."""

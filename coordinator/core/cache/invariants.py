@@ -31,6 +31,7 @@ def check_cache(cache: KVCacheManager) -> None:
         assert (blocks.kind[states] == RECURRENT).all() and not blocks.kind[ids].any(), "a block of another kind"
         assert (blocks.refcount[states] == 1).all() and not blocks.indexed[states].any(), "a state is shared"
         holders[states] += 1
+        holders[cache.windows.of(slot)] += 1
         _check_hashed(cache, slot)
     for group in cache.groups.values():
         for forming in group.forming:
@@ -41,6 +42,7 @@ def check_cache(cache: KVCacheManager) -> None:
     wrong = np.flatnonzero(holders != blocks.refcount)
     assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
     cache.pins.check_invariants()
+    cache.windows.check_invariants()
     for group in cache.groups.values():
         group.check_invariants()
 

@@ -27,6 +27,7 @@ from .prefix_pins import PrefixPins
 from .residency import Residency
 from .sequences import Sequences, Slots
 from .tenants import Tenants
+from .windows import Windows
 from .zeroing import Zeroing
 
 VOCABULARY_UNKNOWN = GENERATED
@@ -39,6 +40,7 @@ class KVCacheManager:
         groups: Groups by number. Each has a `BlockPool` and the `PrefixCache` of its blocks.
         sequences: The sequences, resident or not.
         checkpoints: Takes checkpoints of recurrent states.
+        windows: Places the window blocks of sequences.
         residency: Places sequences in groups, and evicts idle ones.
         tables: Grows the block tables of resident sequences.
         pins: Blocks that clients hold.
@@ -50,6 +52,8 @@ class KVCacheManager:
         vocab_size: Its vocabulary size, or VOCABULARY_UNKNOWN.
         largest_pool: Blocks of the largest pool so far, including those of absent workers, which may return.
         state_blocks: Blocks of a sequence's recurrent state in that pool.
+        window: Tokens that layers with a sliding window see there.
+        window_pages: Blocks with the KV of these layers for one block of tokens.
     """
 
     def __init__(
@@ -62,21 +66,24 @@ class KVCacheManager:
         self.waits = Waits()
         self.sequences = Sequences(clock, limits, self.waits, first_id)
         self.pins = Pins(clock, self.blocks, self.tenants, bounds.holders_per_block_max)
-        self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences)
         self.groups: dict[int, Group] = {}
+        self.windows = Windows(self.sequences, self.blocks, self.groups, limits.schedule.step_tokens_max)
+        self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences, self.windows)
         self.store = PrefixStore(bounds.blocks_max, block_size)
         self.hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
-        self.indexing = Indexing(self.sequences, self.hasher)
+        self.indexing = Indexing(self.sequences, self.hasher, self.windows)
         self._epochs = 0
         self.model: ModelInfo | None = None
         self.vocab_size = VOCABULARY_UNKNOWN
-        self.largest_pool = self.state_blocks = 0
+        self.largest_pool = self.state_blocks = self.window = self.window_pages = 0
         self.past_steps_total = 0  # steps of workers that are gone
         placed = (self.sequences, self.blocks, self.groups)
         self.checkpoints = Checkpoints(limits, self.sequences, self.blocks, self.indexing, self.hasher)
-        self.residency = Residency(clock, limits, *placed, self.indexing, self.eviction, self.waits, self.checkpoints)
-        self.tables = BlockTables(*placed, self.tenants, self.residency)
-        self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants)
+        self.residency = Residency(
+            clock, limits, *placed, self.indexing, self.eviction, self.waits, self.checkpoints, self.windows
+        )
+        self.tables = BlockTables(*placed, self.tenants, self.residency, self.windows)
+        self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants, self.residency)
         self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)
         parts = (self.sequences, self.groups, self.residency, self.kept, self.tenants)
         self.prefix_pins = PrefixPins(clock, bounds, *parts)
@@ -103,15 +110,20 @@ class KVCacheManager:
         self._epochs += 1
         index = PrefixCache(self.store, self.blocks, self.waits, self.hasher)
         zeroing = Zeroing(base, blocks) if self.limits.cache.zero_on_tenant_change else None
-        parts, stateful = (self.clock, self.blocks, self.tenants, self.waits, index), ready.state_blocks > 0
-        pool = BlockPool(*parts, self._epochs, base, blocks, zeroing, stateful)
+        parts, mixed = (
+            (self.clock, self.blocks, self.tenants, self.waits, index),
+            ready.state_blocks + ready.window_pages > 0,
+        )
+        pool = BlockPool(*parts, self._epochs, base, blocks, zeroing, mixed)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         if self.store.changed is not None:
             self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
-        if blocks - ready.state_blocks > self.largest_pool - self.state_blocks:
+        longest = self.windows.longest(self, self.largest_pool - self.state_blocks)
+        if self.windows.longest(ready, blocks - ready.state_blocks) > longest:
             self.largest_pool, self.state_blocks = blocks, ready.state_blocks
+            self.window, self.window_pages = ready.window, ready.window_pages
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
         self.indexing.kinds |= ready.wants_kinds  # one index serves all workers, so kinds then differ for all
         self.blocks.changed.append(np.arange(base, base + blocks))

@@ -22,7 +22,7 @@ from kvforge.protocol.errors import (
 )
 
 from ..clock import Clock
-from .blocks import FREE, KV, QUARANTINED, Blocks
+from .blocks import FREE, KV, QUARANTINED, WINDOW, Blocks
 from .groups import Group
 from .tenants import Tenants
 
@@ -66,7 +66,10 @@ class Pins:
             raise InvalidRequest("holder", f"must be 1 to {NAME_LENGTH_MAX} printable characters")
         self.check_generation(block, generation)
         if blocks.kind[block] != KV:
-            problem = f"{block} holds a part of a recurrent state: only blocks with KV can be held"
+            what = (
+                "only the KV of layers with a window" if blocks.kind[block] == WINDOW else "a part of a recurrent state"
+            )
+            problem = f"{block} holds {what}: only blocks with KV can be held"
             raise InvalidRequest("block_id", problem)
         state = int(blocks.state[block])
         if state == FREE or (state == QUARANTINED and not blocks.indexed[block]):

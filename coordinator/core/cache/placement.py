@@ -18,8 +18,11 @@ class Placement:
         partial: The block to copy leading tokens from, and how many; 0 for no copy.
         needed: Blocks to allocate, those of a recurrent state included.
         donor: The slot of the kept sequence that the shared blocks belong to, which must stay; NO_DONOR for none.
-        otherwise: The plan for when there is no room beside the donor, or beside the checkpoint.
+        otherwise: The plan for when there is no room beside the donor or the checkpoint, or for window blocks.
         checkpoint: Blocks to copy the recurrent state from, those of a checkpoint or of the donor, [n] int64.
+        windows: Window blocks to share, for the last of the shared blocks, [n] int64; see `windows`.
+        partial_windows: Those to copy leading tokens from, with `partial`.
+        ahead: Window blocks that the first steps of the sequence take. There must be room for them.
         shared_end: Where a checkpoint is wanted, because the KV of more tokens is there; 0: nowhere.
     """
 
@@ -35,12 +38,15 @@ class Placement:
         self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
         self.donor, self.otherwise = donor, otherwise
         self.checkpoint, self.shared_end = NO_BLOCKS, 0
+        self.windows = self.partial_windows = NO_BLOCKS
+        self.ahead = 0
 
     @property
     def keep(self) -> BlockIds:
         """The cached blocks that must survive the allocation of the rest."""
         ids = np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
-        return np.concatenate((ids, self.checkpoint)) if self.checkpoint.size else ids
+        more = [part for part in (self.checkpoint, self.windows, self.partial_windows) if part.size]
+        return np.concatenate((ids, *more)) if more else ids
 
     def cached_tokens(self, block_size: int) -> int:
         """Return how many prompt tokens already have KV."""

@@ -56,7 +56,8 @@ class PrefixPins:
         s = self._sequences
         group, size = self._groups[int(s.pool[slot])], s.block_size
         full = min(tokens, int(s.computed[slot])) // size
-        if not full or not self._percent or group.state_blocks:  # a recurrent state has no beginning to share
+        # A recurrent state has no beginning to share, and windows of it are gone where a longer prompt was computed.
+        if not full or not self._percent or group.state_blocks or group.window_pages:
             return 0
         end_us = self._clock.now_us + ttl_us
         alike = self._alike(slot, group, full * size)

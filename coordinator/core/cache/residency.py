@@ -27,6 +27,7 @@ from .prefix_cache import root_key
 from .sequences import NO_POOL, Sequences, Slots, Tokens
 from .states import is_cut
 from .supply import NO_SPARE, Spare
+from .windows import Windows
 
 
 class Residency:
@@ -47,10 +48,11 @@ class Residency:
         eviction: Eviction,
         waits: Waits,
         checkpoints: Checkpoints,
+        windows: Windows,
     ) -> None:
         self._clock, self._limits, self._sequences, self._blocks = clock, limits, sequences, blocks
         self._groups, self._indexing, self._eviction, self._waits = groups, indexing, eviction, waits
-        self._checkpoints = checkpoints
+        self._checkpoints, self._windows = checkpoints, windows
         self.evicted_total = 0
 
     def plan_placement(
@@ -67,6 +69,8 @@ class Residency:
         """
         if group.state_blocks:
             return self._plan_with_state(group, salt, tokens, hashes, shared_max)
+        if group.window_pages:
+            return self._plan_with_windows(group, salt, tokens, hashes, shared_max)
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)[: most // size]
@@ -88,23 +92,90 @@ class Residency:
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
         matched = group.index.match(salt, tokens, hashes)[: most // size]
         count = self._checkpoints.last(group, matched)
+        while count and group.window_pages and not self._windows.usable(group, matched)[count]:
+            count = self._checkpoints.last(group, matched[: count - 1])
         shared_end = self._checkpoints.positions(group).last(tokens, matched.size * size) if matched.size else 0
         shared_end = shared_end if shared_end > count * size else 0
         without = Placement(group, NO_BLOCKS, (-1, 0), needed)
+        if group.window_pages:
+            self._with_ahead(without, tokens.size)
         without.shared_end = shared_end
         if not count:
             return without
         blocks = np.array(pool.checkpoints[group.index.key(int(matched[count - 1]))], np.int64)
         found = Placement(group, matched[:count], (-1, 0), needed - count, NO_DONOR, without)
         found.checkpoint, found.shared_end = blocks, shared_end
-        return found
+        return self._with_hits(found, tokens.size) if group.window_pages else found
 
-    def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
-        """Plan a placement for a sequence that shares the first `tokens` tokens of `slot`, which all have KV there."""
+    def _plan_with_windows(
+        self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None
+    ) -> Placement:
+        """Plan a placement with as many cached blocks as window blocks for their last tokens are cached."""
+        size, partial_tokens_min, pool = self._blocks.block_size, self._limits.cache.partial_tokens_min, group.pool
+        most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        matched = group.index.match(salt, tokens, hashes)[: most // size]
+        count = int(self._windows.usable(group, matched).nonzero()[0][-1])
+        hits, needed = matched[:count], self._sequences.blocks_for(tokens.size) - count
+        found = self._with_hits(Placement(group, hits, (-1, 0), needed), tokens.size)
+        rest = tokens[count * size : most]
+        if count < matched.size or rest.size < partial_tokens_min:
+            return found
+        parent = group.index.key(int(hits[-1])) if count else root_key(salt)
+        block, common = group.index.match_partial(parent, rest)
+        if common < partial_tokens_min or (key := group.index.key(block)) not in pool.windows:
+            return found
+        copied = Placement(group, hits, (block, common), needed + group.window_pages, NO_DONOR, found)
+        copied.partial_windows = np.array(pool.windows[key], np.int64)
+        return self._with_hits(copied, tokens.size)
+
+    def _with_hits(self, placement: Placement, tokens: int) -> Placement:
+        """Add the window blocks in sight behind the shared tokens to a placement for so many tokens."""
+        cached = placement.cached_tokens(self._blocks.block_size)
+        placement.windows = self._windows.in_sight(placement.group, placement.hits, cached)
+        return self._with_ahead(placement, tokens)
+
+    def _with_ahead(self, placement: Placement, tokens: int) -> Placement:
+        """Add to a placement what its first steps take for windows."""
+        group, s = placement.group, self._sequences
+        held = placement.windows.size + placement.partial_windows.size
+        placement.ahead = max(0, self._windows.most(group, s.blocks_for(tokens)) - held)
+        return placement
+
+    def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement | None:
+        """Plan a placement for a sequence that shares the first `tokens` tokens of `slot`, which all have KV there.
+
+        Returns:
+            The placement; None if the slot has released what the sequence would see.
+        """
         s, size = self._sequences, self._blocks.block_size
         full, rest = divmod(tokens - 1, size)
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
-        return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
+        found = Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
+        if not group.window_pages:
+            return found
+        return self.share_windows(found, slot, tokens - 1, tokens)
+
+    def share_windows(self, placement: Placement, slot: int, shared: int, tokens: int) -> Placement | None:
+        """Add the window blocks of a sequence to a placement that shares its first tokens.
+
+        Args:
+            placement: The placement.
+            slot: The slot of the sequence.
+            shared: How many tokens are shared.
+            tokens: How many tokens the new sequence has.
+
+        Returns:
+            The placement; None if the sequence has released what is in sight there.
+        """
+        group, windows = placement.group, self._windows
+        full, first = int(placement.hits.size), windows.first(group, shared)
+        if not windows.holds(group, slot, shared):
+            return None
+        placement.windows = windows.between(group, slot, first, full)
+        if placement.partial[1]:
+            placement.partial_windows = windows.between(group, slot, full, full + 1)
+            placement.needed += group.window_pages
+        return self._with_ahead(placement, tokens)
 
     def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
         """Return the placement if there is room for it, or else the placement without its partial copy.
@@ -121,13 +192,14 @@ class Residency:
         Raises:
             CapacityExceeded: There is room for neither.
         """
-        group, needed = placement.group, placement.needed
+        group = placement.group
+        needed = placement.needed + placement.ahead
         try:
             self.check_room(group, tenant, needed, placement.keep, _with_donor(asking, placement), spare)
         except CapacityExceeded:
             if placement.otherwise is not None:
                 return self.with_room(placement.otherwise, tenant, spare, asking)
-            if not placement.partial[1]:
+            if not placement.partial[1] or group.window_pages:
                 raise
             placement = Placement(group, placement.hits, (-1, 0), needed)
             self.check_room(group, tenant, needed, placement.keep, asking, spare)
@@ -148,6 +220,8 @@ class Residency:
         fresh = pool.allocate(tenant, placement.needed)
         if group.state_blocks:
             fresh = self._give_state(group, slot, fresh, placement)
+        if group.window_pages:
+            fresh = self._give_windows(group, slot, fresh, placement)
         if common:
             group.copy_block(block, int(fresh[0]), common)
             pool.release(np.array([block], np.int64), group.next_step)
@@ -183,6 +257,21 @@ class Residency:
             group.pool.await_step(group.next_step)
         return fresh[:kv]
 
+    def _give_windows(self, group: Group, slot: int, fresh: BlockIds, placement: Placement) -> BlockIds:
+        """Put shared window blocks into the ring of a sequence, and copy the leading tokens of those behind them.
+
+        Returns:
+            The fresh blocks that are left.
+        """
+        sources = placement.partial_windows
+        kv = fresh.size - sources.size
+        first = placement.hits.size - placement.windows.size // group.window_pages
+        self._windows.begin(group, slot, first, placement.windows, fresh[kv:])
+        for source, target in zip(sources.tolist(), fresh[kv:].tolist(), strict=True):
+            group.copy_block(source, target, placement.partial[1])
+        group.pool.release(sources, group.next_step)
+        return fresh[:kv]
+
     def release_kv(self, slot: int) -> int:
         """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
         s = self._sequences
@@ -192,6 +281,8 @@ class Residency:
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # index what it filled, so that it can be reused
             self._indexing.filled_by(group, slot)
         dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
+        if s.window_end[slot]:
+            dead += group.release(self._windows.of(slot), int(s.last_step[slot]))
         if s.state_used[slot]:
             self._checkpoints.leave(group, slot)
             dead += group.release(s.states_of(slot), int(s.last_step[slot]))
@@ -218,6 +309,7 @@ class Residency:
         if np.count_nonzero(s.state_used[slots]):
             s.changed_states.extend(slots[s.state_used[slots] > 0].tolist())
             s.state_used[slots] = s.shared_end[slots] = 0
+        s.window_first[slots] = s.window_end[slots] = 0
         s.changed_rows.append(slots)
 
     def remove(self, slot: int) -> int:
@@ -273,6 +365,10 @@ class Residency:
     def truncate(self, slot: int, length: int) -> None:
         """Cut an idle sequence off behind its first `length` tokens, with the KV of the others."""
         s = self._sequences
+        if s.window_end[slot] and not self._windows.holds(
+            self._groups[int(s.pool[slot])], slot, min(length, int(s.computed[slot]))
+        ):
+            self.release_kv(slot)  # what the tokens to come would see was released
         s.length[slot] = length
         if s.computed[slot] > length:
             s.computed[slot] = length
@@ -298,6 +394,8 @@ class Residency:
         if s.pool[slot] != NO_POOL and s.used[slot] > keep:
             group = self._groups[int(s.pool[slot])]
             group.release(s.blocks_of(slot)[keep:], int(s.last_step[slot]))
+            if s.window_end[slot]:
+                self._windows.trim(group, slot, keep)
             s.used[slot] = keep
         self._row_changed(slot)
 
@@ -318,7 +416,7 @@ class Residency:
         child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot]) if most is None else most
         s.extend(child, s.tokens[slot, :length], s.logprobs[slot, :length])
-        if s.pool[slot] != NO_POOL and (not s.state_used[slot] or self._copy_state(slot, child, length)):
+        if s.pool[slot] != NO_POOL and self._can_share(slot, child, length):
             group, used = self._groups[int(s.pool[slot])], s.blocks_for(length)
             ids = s.table[slot, :used].astype(np.int64)
             group.hold(ids)
@@ -327,12 +425,30 @@ class Residency:
                 array[child] = array[slot]
             s.last_step[child] = max(int(s.last_step[slot]), int(s.last_step[child]))
             s.used[child] = used
+            if s.window_end[slot]:
+                self._share_windows(group, slot, child, used)
             s.resident_us[child] = self._clock.now_us
             s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
             if s.hashed[child] * s.block_size > length:
                 self._indexing.restart(child)
         self._row_changed(child)
         return child
+
+    def _can_share(self, slot: int, child: int, length: int) -> bool:
+        """Return whether a fork can go on with its parent's KV. It has then a copy of the state, if there is one."""
+        s = self._sequences
+        group = self._groups[int(s.pool[slot])]
+        if group.window_pages and not self._windows.holds(group, slot, min(int(s.computed[slot]), length)):
+            return False
+        return not s.state_used[slot] or self._copy_state(slot, child, length)
+
+    def _share_windows(self, group: Group, slot: int, child: int, used: int) -> None:
+        """Let a fork hold its parent's window blocks, as far as it has their tokens."""
+        s = self._sequences
+        first, end = int(s.window_first[slot]), min(int(s.window_end[slot]), used)
+        ids = self._windows.between(group, slot, first, end)
+        group.hold(ids)
+        self._windows.begin(group, child, first, ids, NO_BLOCKS)
 
     def _copy_state(self, slot: int, child: int, length: int) -> bool:
         """Give a fork a copy of its parent's state. Return False, with nothing changed, if that is impossible."""

@@ -10,6 +10,9 @@ other sequence shares. They hold the state behind exactly `scheduled` tokens as 
 A state cannot go back: a sequence that loses tokens or unacknowledged KV gives up its blocks, and moves in again when
 needed.
 
+In a pool whose model has layers with a sliding window, a resident sequence also holds window blocks for its blocks
+[window_first, window_end); see `windows`.
+
 GENERATED is added to the id of a token that was generated here, because some workers compute the KV of such tokens
 differently from that of prompt tokens, also in a recomputation.
 
@@ -115,6 +118,8 @@ class Sequences:
         self.pinned = np.zeros(n, np.bool_)
         self.state_used = np.zeros(n, np.int64)
         self.shared_end = np.zeros(n, np.int64)
+        self.window_first = np.zeros(n, np.int64)
+        self.window_end = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.states = np.zeros((n, limits.bounds.state_blocks_max), np.int32)
@@ -128,6 +133,7 @@ class Sequences:
         self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
         self.changed_states: list[int] = []  # slots with other state blocks; `changed_rows` has them too
+        self.changed_rings: list[tuple[Slots, Slots]] = []  # cells of `states` with other window blocks
 
     def __len__(self) -> int:
         return len(self.slot_of)
@@ -178,6 +184,7 @@ class Sequences:
             quarantine_step: The last step that may read the row, 0 for none.
         """
         assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot] and self.state_used[slot] == 0
+        assert self.window_end[slot] == 0
         del self.slot_of[int(self.id[slot])]
         for column in self._columns:
             column[slot] = 0

@@ -8,7 +8,7 @@ import numpy as np
 from kvforge.protocol.errors import BlockNotFound
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
-from ..cache.blocks import RECURRENT, STATE_NAMES
+from ..cache.blocks import RECURRENT, STATE_NAMES, WINDOW
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.pins import shown
 from ..events import FromClient
@@ -56,6 +56,8 @@ class BlockCommands:
         holds = ((s.table[:, :width] == block) & inside).any(axis=1)
         if blocks.kind[block] == RECURRENT:
             holds |= (s.states == block).any(axis=1) & (s.state_used > 0)
+        elif blocks.kind[block] == WINDOW:
+            holds[[slot for slot in s.slot_of.values() if block in self._cache.windows.of(slot)]] = True
         for slot in np.flatnonzero(holds).tolist():
             if tenant and int(s.tenant[slot]) != index:
                 continue

@@ -260,14 +260,15 @@ class SequenceCommands:
     def _info(self, slot: int, rid: int) -> SequenceInfo:
         s = self._cache.sequences
         group = self._cache.groups.get(int(s.pool[slot]))
+        blocks = int(s.used[slot] + s.state_used[slot]) + self._cache.windows.of(slot).size
         return SequenceInfo(
             rid=rid,
             sequence_id=int(s.id[slot]),
             tenant=self._cache.tenants.names[int(s.tenant[slot])],
             length=int(s.length[slot]),
             computed_tokens=int(s.computed[slot]),
-            blocks=int(s.used[slot] + s.state_used[slot]),
-            bytes=int(s.used[slot] + s.state_used[slot]) * (group.bytes_per_block if group else 0),
+            blocks=blocks,
+            bytes=blocks * (group.bytes_per_block if group else 0),
             resident=group is not None,
             worker=group.name if group else "",
             request_id=int(s.request[slot]),

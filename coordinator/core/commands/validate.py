@@ -24,6 +24,7 @@ from kvforge.protocol.messages import (
 
 from .. import sizes
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.windows import ring_blocks
 from ..limits import Bounds, Limits, microseconds
 from ..requests import prompt_logprobs
 from ..scheduling.rows import EOS_TOKENS_MAX
@@ -237,13 +238,14 @@ def fits(
         problem = f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
         raise InvalidRequest("max_tokens", problem, **numbers)
     tokens("prompt", prompt, cache.vocab_size)
-    needed = cache.sequences.blocks_for(total) + cache.state_blocks
+    blocks = cache.sequences.blocks_for(total)
+    needed = blocks + cache.state_blocks + cache.windows.most(cache, blocks)
     largest = cache.largest_pool
     reserved = cache.tenants.reserved_for_others(tenant)
     if largest and needed > largest - reserved:
         held_back = f", {reserved} reserved for other tenants" if reserved else ""
         problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
-        room = max(0, largest - reserved - cache.state_blocks) * cache.sequences.block_size
+        room = cache.windows.longest(cache, largest - reserved - cache.state_blocks) * cache.sequences.block_size
         raise InvalidRequest("max_tokens", problem, **{**numbers, "context_tokens": room})
     ceiling = int(cache.tenants.ceiling[cache.tenants.peek(tenant)])
     if needed > ceiling:
@@ -269,6 +271,7 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
     if message.blocks > bounds.blocks_max:
         raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {bounds.blocks_max}")
     _states(name, message, limits)
+    _windows(name, message, limits)
     try:
         sampling(message.model.sampling, bounds, message.model)
     except InvalidRequest as error:
@@ -306,6 +309,37 @@ def _states(name: str, message: WorkerReady, limits: Limits) -> None:
         raise Conflict(
             f"worker {name!r} has {message.blocks} blocks, of which the recurrent state of one sequence takes "
             f"{message.state_blocks}: give its pool more memory"
+        )
+
+
+def _windows(name: str, message: WorkerReady, limits: Limits) -> None:
+    """Validate what a worker announces about its layers with a sliding window."""
+    numbers = (message.window, message.window_pages, message.window_blocks)
+    words = f"window {numbers[0]}, window_pages {numbers[1]}, window_blocks {numbers[2]}"
+    if min(numbers) < 0 or 0 < numbers.count(0) < len(numbers):
+        raise ProtocolError(f"worker {name}: {words}: expected all above 0, or all 0")
+    if not message.window_pages:
+        return
+    bounds, size = limits.bounds, limits.cache.block_size
+    least = ring_blocks(message.window, limits.schedule.window_ahead, size, bounds.blocks_per_sequence_max)
+    if message.window_blocks < least:
+        raise ProtocolError(f"worker {name}: {words}: the ring must name at least {least} blocks")
+    ring = message.window_blocks * message.window_pages
+    if message.state_blocks + ring > bounds.state_blocks_max:
+        raise Conflict(
+            f"worker {name!r}: the table of a sequence's windows and state names {message.state_blocks + ring} blocks, "
+            f"more than limits.state_blocks_max = {bounds.state_blocks_max}: raise it, or cache.block_size"
+        )
+    each = message.state_blocks + message.window_pages + 1
+    if each > (most := sizes.state_blocks_most(bounds.sequences_max)):
+        raise Conflict(
+            f"worker {name!r}: a sequence may need copies of {each} blocks in a step; with limits.sequences_max = "
+            f"{bounds.sequences_max}, steps can carry {most} for each: lower it"
+        )
+    if message.blocks <= message.state_blocks + message.window_pages:
+        raise Conflict(
+            f"worker {name!r} has {message.blocks} blocks, fewer than the shortest sequence needs: "
+            "give its pool more memory"
         )
 
 

@@ -216,7 +216,7 @@ class Explainer:
             )
         else:
             sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
-            sentences += self._state(slot)
+            sentences += self._state(slot) + self._window(slot)
         if info.pinned:
             sentences.append("it is pinned for later prompts: it is evicted only where no running row frees blocks")
         if info.request_id:
@@ -225,6 +225,16 @@ class Explainer:
             sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if it stays unused")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident", "pinned")
+
+    def _window(self, slot: int) -> list[str]:
+        """Describe the window blocks of a resident sequence."""
+        s = self._cache.sequences
+        group, held = self._cache.groups[int(s.pool[slot])], self._cache.windows.of(slot).size
+        if not group.window_pages:
+            return []
+        since = int(s.window_first[slot]) * s.block_size
+        words = f"{held} more blocks hold the KV of layers with a window of {group.window} tokens"
+        return [f"{words}, from token {since} on"]
 
     def _state(self, slot: int) -> list[str]:
         """Describe the recurrent state of a resident sequence, and the checkpoint that it can go back to."""

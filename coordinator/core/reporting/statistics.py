@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
-from ..cache.blocks import CHECKPOINT, KV, RECURRENT, REFERENCED
+from ..cache.blocks import CHECKPOINT, KV, RECURRENT, REFERENCED, WINDOW
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
@@ -35,7 +35,7 @@ def live_tokens(cache: KVCacheManager, group: Group, tenant: int = 0) -> int:
     s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.blocks.block_size
     owner, state = (column[pool.base : pool.base + pool.count] for column in (blocks.owner, blocks.state))
     referenced = pool.referenced
-    if tenant or pool.stateful:
+    if tenant or pool.mixed:
         counted_blocks = (state == REFERENCED) & (blocks.kind[pool.base : pool.base + pool.count] == KV)
         referenced = int(np.count_nonzero(counted_blocks & (owner == tenant) if tenant else counted_blocks))
     slots = np.flatnonzero(s.pool == group.number)
@@ -88,6 +88,7 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
         base=pool.base,
         state_blocks=int(np.count_nonzero(kinds == RECURRENT)),
         checkpoint_blocks=int(np.count_nonzero(kinds == CHECKPOINT)),
+        window_blocks=int(np.count_nonzero(kinds == WINDOW)),
     )
 
 

@@ -75,7 +75,7 @@ class Choice:
             try:
                 placement = cache.residency.with_room(placement, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
-                lacks.append(lack(group, error, placement.needed, _events(group, request, placement)))
+                lacks.append(lack(group, error, placement.needed + placement.ahead, _events(group, request, placement)))
                 continue
             cached = placement.cached_tokens(s.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
@@ -102,7 +102,15 @@ class Choice:
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
         if holder is not None and s.pool[holder.slot] == group.number and not group.state_blocks:
-            return cache.residency.plan_fork(group, holder.slot, request.prompt.size)
+            fork = cache.residency.plan_fork(group, holder.slot, request.prompt.size)
+            if fork is not None:
+                fork.otherwise = self._plan_of_tokens(group, request) if group.window_pages else None
+                return fork
+        return self._plan_of_tokens(group, request)
+
+    def _plan_of_tokens(self, group: Group, request: Request) -> Placement:
+        """Plan a placement by the request's tokens."""
+        cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT:
             tokens = cache.indexing.contents(s.tokens[slot, : s.length[slot]])
@@ -152,7 +160,9 @@ class Choice:
         """Return whether the group's pool could ever hold all that the request may need."""
         tenants = self._cache.tenants
         reserved = tenants.reserved_for_others(tenants.names[request.tenant])
-        return self.most_blocks(request) + group.state_blocks <= group.pool.count - reserved
+        most = self.most_blocks(request)
+        others = group.state_blocks + self._cache.windows.most(group, most)
+        return most + others <= group.pool.count - reserved
 
     def most_blocks(self, request: Request) -> int:
         """Return how many blocks of KV the request needs if it runs to its end."""
@@ -164,22 +174,24 @@ class Choice:
         supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
         first = self._cache.sequences.blocks_for(self.length(request) + min(1, request.max_tokens))
-        needed = max(first + group.state_blocks, placement.needed + placement.hits.size) - shared
+        others = group.state_blocks + self._cache.windows.most(group, first)
+        needed = max(first + others, placement.needed + placement.ahead + placement.hits.size) - shared
         return supply.has(request.tenant, needed, NO_SPARE)
 
     def spare(self, group: Group, request: Request) -> Spare:
-        """Return the blocks that admission leaves free, one for each running row to grow into, to avoid preemption.
+        """Return the blocks that admission leaves free, for each running row to grow by one, to avoid preemption.
 
         Within the tenant's ceiling, only its own rows count. If none of these runs, there must be room for the
         request's first token; otherwise it would hold blocks and wait.
         """
-        s, pool = self._cache.sequences, group.running + 1 if group.running else 0
+        s, each = self._cache.sequences, 1 + group.window_pages
+        pool = (group.running + 1) * each if group.running else 0
         if not self._cache.tenants.has_quotas:
             return Spare(pool)
         mine = int(np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant)))
         length = self.length(request)
         first = s.blocks_for(length + min(1, request.max_tokens)) - s.blocks_for(length)
-        return Spare(pool, mine + 1 if mine else first)
+        return Spare(pool, (mine + 1) * each if mine else first * each)
 
 
 def lack(group: Group, error: CapacityExceeded, needed: int, events: tuple[Event, ...] = ()) -> Wait:

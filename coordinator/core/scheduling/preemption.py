@@ -40,11 +40,15 @@ def choose(
 
 
 def _gain_and_cost(cache: KVCacheManager, slots: Slots) -> tuple[Slots, Slots]:
-    """Return the blocks that only this sequence holds, its state's included, and the tokens computed in them: [n]."""
+    """Return the blocks that only this sequence holds, with state and windows, and the tokens computed in them: [n]."""
     s, blocks = cache.sequences, cache.blocks
     used = s.used[slots]
     columns = np.arange(int(used.max(initial=0)))
     held = columns < used[:, None]
     alone = held & (blocks.refcount[s.table[slots][:, : columns.size]] == 1)
     with_kv = np.clip(s.scheduled[slots][:, None] - columns * s.block_size, 0, s.block_size)
-    return alone.sum(axis=1) + s.state_used[slots], np.where(alone, with_kv, 0).sum(axis=1)
+    others = s.state_used[slots]
+    if cache.windows.present:
+        windows = [cache.windows.of(slot) for slot in slots.tolist()]
+        others = others + np.array([np.count_nonzero(blocks.refcount[ids] == 1) for ids in windows], np.int64)
+    return alone.sum(axis=1) + others, np.where(alone, with_kv, 0).sum(axis=1)

@@ -222,6 +222,8 @@ class Scheduler:
             slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
+        if group.window_pages:
+            short |= s.window_end[slots] < s.used[slots]
         copied, _ = self._cache.tables.unwritable(slots, start)
         short[copied] = True
         if not np.count_nonzero(short):
@@ -280,6 +282,9 @@ class Scheduler:
         target = s.length[slots] + s.pending[slots]
         writable = target + self._samples(slots, start + counts, target) <= s.used[slots] * s.block_size
         writable[self._cache.tables.unwritable(slots, start, start + counts)[0]] = False
+        if self._cache.windows.present:
+            lengths = target + self._samples(slots, start + counts, target)
+            writable &= self._cache.windows.missing(slots, start + counts, lengths) == 0
         kept: list[bool] = writable.tolist()
         return kept
 
@@ -383,9 +388,8 @@ class Scheduler:
             try:
                 self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
-                if (
-                    group.pool.quarantined or group.forming
-                ):  # blocks come back with the next result: wait instead of preempting
+                # Blocks come back with the next result: wait instead of preempting.
+                if group.pool.quarantined or group.forming or (group.window_pages and group.sent):
                     return False
                 (mine,) = (s.running & (s.pool == group.number)).nonzero()
                 helps = s.tenant[mine] == s.tenant[slot]
@@ -538,6 +542,7 @@ class Scheduler:
         `starts` and `target` belong to the step after this one.
         """
         s = self._cache.sequences
+        assert not group.window_pages or (s.window_end[slots] == s.used[slots]).all()
         room = s.used[slots] * s.block_size - target
         left = int((self._rows.limit[slots] - target).min())
         if group.state_blocks:  # the step that reaches a checkpoint's position is planned in full

@@ -95,9 +95,17 @@ class StepResults:
         if group.forming:
             self._cache.checkpoints.computed(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
-        if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
+        windows = self._cache.windows if group.window_pages else None
+        if (
+            not sent.decodes
+            or not group.sent
+            or sent.step_id % INDEX_STEPS == 0
+            or (windows is not None and windows.behind(group, slots))
+        ):
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
+        if windows is not None:
+            windows.release_behind(group, slots)
         if group.forming:
             self._cache.checkpoints.settle(group)
         if s.quarantine:

@@ -310,6 +310,7 @@ WIRING = {
     ("Sequences", "changed_lengths"),
     ("Sequences", "changed_cells"),
     ("Sequences", "changed_states"),
+    ("Sequences", "changed_rings"),
     ("RunningRows", "readers_changed"),
     ("RequestTable", "first_id"),
     ("RequestTable", "_ttl_us"),

@@ -1,0 +1,317 @@
+"""Windows: the KV of layers that see only the last tokens of a sequence, in blocks of their own.
+
+A model may have layers that see all tokens, and layers that see `window` tokens. The KV of the former is in the block
+table. That of the latter, for each block of the table, is in `window_pages` further blocks, and only for the blocks
+that a token to come can see: `window_first` to `window_end` of the sequence. They are reserved for the tokens that a
+step writes, and released as soon as the tokens behind their last one are acknowledged. One token more than the window
+is kept, because the last token may be computed again.
+
+The ids are in the ring of the sequence, a part of its row in the table of states: block j has the columns of
+j % `window_blocks`. The ring is long enough for all blocks that steps in flight see and write, so a column is reused
+only when no step reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .blocks import NO_BLOCKS, WINDOW, BlockIds, Blocks
+from .groups import Group
+from .sequences import NO_SLOTS, Sequences, Slots
+
+NO_CELLS = (NO_SLOTS, NO_SLOTS)
+
+
+def ring_blocks(window: int, ahead: int, block_size: int, blocks_max: int) -> int:
+    """Return how many consecutive blocks the ring of a sequence must name.
+
+    Args:
+        window: Tokens that the layers see.
+        ahead: How many tokens steps in flight may take a sequence beyond its acknowledged ones.
+        block_size: Tokens of a block.
+        blocks_max: Blocks of the longest sequence.
+    """
+    return min(-(-(window + ahead) // block_size) + 2, blocks_max)
+
+
+class Layout(Protocol):
+    """How much a model's windows take; see `Group`."""
+
+    @property
+    def window(self) -> int:
+        """Tokens that the layers see."""
+
+    @property
+    def window_pages(self) -> int:
+        """Blocks for one block of tokens; 0 without such layers."""
+
+
+class Windows:
+    """Places the window blocks of sequences, and releases those behind the window.
+
+    Attributes:
+        present: Some group has had windows. Nothing else is looked at before.
+    """
+
+    def __init__(self, sequences: Sequences, blocks: Blocks, groups: dict[int, Group], step_tokens: int) -> None:
+        self._sequences, self._blocks, self._groups = sequences, blocks, groups
+        self._step_tokens, self._size = step_tokens, sequences.block_size
+
+    @property
+    def present(self) -> bool:
+        """Whether a group has windows."""
+        return any(group.window_pages for group in self._groups.values())
+
+    # ----------------------------------------------------------------------------------------------------- what is due
+
+    def first(self, group: Group, tokens: int) -> int:
+        """Return the first block that a sequence with KV of so many tokens must hold."""
+        return max(0, tokens - group.window) // self._size
+
+    def most(self, layout: Layout, blocks: int) -> int:
+        """Return how many blocks of a pool the windows of a sequence take while it grows to `blocks` blocks.
+
+        One step after the other: those that run ahead may take more.
+        """
+        if not layout.window_pages:
+            return 0
+        return min(blocks, -(-(layout.window + self._step_tokens) // self._size) + 1) * layout.window_pages
+
+    def longest(self, layout: Layout, count: int) -> int:
+        """Return the most blocks of KV that a sequence can have if these and its windows have `count` blocks."""
+        pages = layout.window_pages
+        return max(0, count // (1 + pages), count - self.most(layout, count)) if pages else max(0, count)
+
+    def holds(self, group: Group, slot: int, tokens: int) -> bool:
+        """Return whether a sequence, or one that shares its blocks, can go on from its first `tokens` tokens."""
+        s = self._sequences
+        if not group.window_pages:
+            return True
+        return bool(s.window_first[slot] <= self.first(group, tokens))
+
+    # --------------------------------------------------------------------------------------------------------- content
+
+    def columns(self, group: Group, numbers: Slots) -> Slots:
+        """Return the columns of blocks of a sequence in the table of states: [n] numbers, [n, window_pages] columns."""
+        places = numbers % group.window_blocks * group.window_pages + group.state_blocks
+        columns: Slots = places[:, None] + np.arange(group.window_pages)
+        return columns
+
+    def between(self, group: Group, slot: int, first: int, end: int) -> BlockIds:
+        """Return the window blocks of a sequence for blocks [first, end), in order: [n * window_pages] int64."""
+        if first >= end:
+            return NO_BLOCKS
+        ids: BlockIds = self._sequences.states[slot, self.columns(group, np.arange(first, end))]
+        return ids.reshape(-1).astype(np.int64)
+
+    def of(self, slot: int) -> BlockIds:
+        """Return all window blocks that a sequence holds, in order: [n] int64."""
+        s = self._sequences
+        end = int(s.window_end[slot])
+        if not end:
+            return NO_BLOCKS
+        return self.between(self._groups[int(s.pool[slot])], slot, int(s.window_first[slot]), end)
+
+    def held(self, slots: Slots) -> Slots:
+        """Return how many window blocks each sequence holds: [n]."""
+        s = self._sequences
+        counts = s.window_end[slots] - s.window_first[slots]
+        pages = {number: group.window_pages for number, group in self._groups.items()}
+        each: Slots = counts * np.array([pages.get(pool, 0) for pool in s.pool[slots].tolist()], np.int64)
+        return each
+
+    # ------------------------------------------------------------------------------------------------------------ hits
+
+    def usable(self, group: Group, matched: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return for each number of leading blocks whether the window blocks in sight behind them are cached.
+
+        Args:
+            group: The group.
+            matched: Indexed blocks of a prefix, [n].
+
+        Returns:
+            [n + 1] bool. The first is always true.
+        """
+        windows, counts = group.pool.windows, np.arange(matched.size + 1)
+        has = np.array([key in windows for key in group.index.keys(matched).tolist()], np.bool_)
+        without = np.concatenate(([0], np.where(has, 0, counts[1:])))  # 1 + the last block without, up to each
+        first = np.maximum(counts * self._size - group.window, 0) // self._size
+        usable: npt.NDArray[np.bool_] = np.maximum.accumulate(without) <= first
+        return usable
+
+    def in_sight(self, group: Group, shared: BlockIds, tokens: int) -> BlockIds:
+        """Return cached window blocks of indexed blocks of a prefix.
+
+        Args:
+            group: The group.
+            shared: The indexed blocks, [n].
+            tokens: How many tokens have KV in these and in a partial copy. Only what is in sight behind them counts.
+
+        Returns:
+            Ids in order, [n] int64.
+        """
+        keys = group.index.keys(shared[self.first(group, tokens) :]).tolist()
+        return np.array([block for key in keys for block in group.pool.windows[key]], np.int64)
+
+    def note_indexed(self, group: Group, slots: Slots, numbers: Slots, keys: list[int]) -> None:
+        """Hang the window blocks of sequences on the entries of their blocks.
+
+        Args:
+            group: The group of all.
+            slots: [n].
+            numbers: Numbers of indexed blocks in their sequences, [n].
+            keys: Keys of their entries, [n].
+        """
+        held, pool = self.has(slots, numbers), group.pool
+        if not np.count_nonzero(held):
+            return
+        ids = self._sequences.states[slots[:, None], self.columns(group, numbers)].tolist()
+        for place in held.nonzero()[0].tolist():
+            pool.add_window(keys[place], tuple(ids[place]))
+
+    # --------------------------------------------------------------------------------------------------------- changes
+
+    def put(self, group: Group, slots: Slots, numbers: Slots, ids: BlockIds) -> None:
+        """Write window blocks into the rings of sequences.
+
+        Args:
+            group: The group of all.
+            slots: [n].
+            numbers: Numbers of blocks in their sequences, [n].
+            ids: Their window blocks, [n * window_pages].
+        """
+        s = self._sequences
+        columns = self.columns(group, numbers).reshape(-1)
+        rows = np.repeat(slots, group.window_pages)
+        s.states[rows, columns] = ids
+        self._blocks.kind[ids] = WINDOW
+        s.changed_rings.append((rows, columns))
+
+    def begin(self, group: Group, slot: int, first: int, shared: BlockIds, fresh: BlockIds) -> None:
+        """Give a sequence that moves in its window blocks, which it holds already.
+
+        Args:
+            group: Its group.
+            slot: Its slot.
+            first: The number of the first block that has some.
+            shared: Those of full blocks that others have too.
+            fresh: Those of the block behind these, if a part of it is copied.
+        """
+        s, ids = self._sequences, np.concatenate((shared, fresh))
+        count = ids.size // group.window_pages
+        s.window_first[slot], s.window_end[slot] = first, first + count
+        if count:
+            self.put(group, np.full(count, slot), np.arange(first, first + count), ids)
+
+    def missing(self, slots: Slots, ends: Slots, lengths: Slots) -> Slots:
+        """Return how many blocks lack their window blocks if a step writes positions before `ends`: [n].
+
+        Args:
+            slots: [n].
+            ends: Ends of the positions that the step writes, [n].
+            lengths: Tokens that the sequences shall have room for then, [n].
+        """
+        s, size = self._sequences, self._size
+        upto = np.minimum(-(-lengths // size), ends // size + 1)  # the token that the step samples is written next
+        more: Slots = np.maximum(upto - s.window_end[slots], 0)
+        if len(self._groups) > 1:
+            without = [number for number, group in self._groups.items() if not group.window_pages]
+            more[np.isin(s.pool[slots], without)] = 0
+        return more
+
+    def extend(self, group: Group, slots: Slots, more: Slots, fresh: BlockIds) -> None:
+        """Add fresh window blocks for more[i] further blocks of slots[i]: [n], [n], [sum(more) * window_pages]."""
+        s = self._sequences
+        rows = np.repeat(slots, more)
+        numbers = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.window_end[rows]
+        self.put(group, rows, numbers, fresh)
+        s.window_end[slots] += more
+
+    def unwritable(self, slots: Slots, start: Slots, end: Slots | None) -> tuple[Slots, Slots]:
+        """Find blocks with window blocks that must not be written; arguments and result as in `BlockTables`."""
+        s, blocks = self._sequences, self._blocks
+        low = np.maximum(start // self._size, s.window_first[slots])
+        high = start // self._size + 1 if end is None else -(-end // self._size)
+        widths = np.maximum(np.minimum(high, s.window_end[slots]) - low, 0)
+        if not np.count_nonzero(widths):
+            return NO_CELLS
+        rows = np.repeat(np.arange(slots.size), widths)
+        numbers = np.arange(rows.size) - np.repeat(np.cumsum(widths) - widths, widths) + low[rows]
+        bad = np.zeros(rows.size, np.bool_)
+        pools = s.pool[slots[rows]]
+        for number in set(pools.tolist()):
+            mine = pools == number
+            ids = s.states[slots[rows[mine]][:, None], self.columns(self._groups[number], numbers[mine])]
+            bad[mine] = ((blocks.refcount[ids] > 1) | blocks.indexed[ids]).any(axis=1)
+        return rows[bad], numbers[bad]
+
+    def has(self, slots: Slots, columns: Slots) -> npt.NDArray[np.bool_]:
+        """Return whether sequences hold window blocks for these of their blocks: [n] each."""
+        s = self._sequences
+        held: npt.NDArray[np.bool_] = (s.window_first[slots] <= columns) & (columns < s.window_end[slots])
+        return held
+
+    def behind(self, group: Group, slots: Slots) -> bool:
+        """Return whether a block can be released that is full and not indexed yet."""
+        s = self._sequences
+        first = np.maximum(s.computed[slots] - group.window, 0) // self._size
+        return bool(np.count_nonzero((first > s.window_first[slots]) & (first > s.hashed[slots])))
+
+    def release_behind(self, group: Group, slots: Slots) -> None:
+        """Release what no token to come can see, once the KV of further tokens is acknowledged.
+
+        Steps in flight begin behind these tokens, and do not see it either.
+        """
+        s = self._sequences
+        first = np.maximum(s.computed[slots] - group.window, 0) // self._size
+        counts = first - s.window_first[slots]
+        due = (counts > 0) & (s.window_end[slots] > 0) & (s.pool[slots] == group.number)
+        if not np.count_nonzero(due):
+            return
+        slots, counts, first = slots[due], counts[due], first[due]
+        rows = np.repeat(slots, counts)
+        numbers = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts) + s.window_first[rows]
+        ids = s.states[rows[:, None], self.columns(group, numbers)].astype(np.int64)
+        s.window_first[slots] = first
+        if np.unique(ids).size == ids.size:
+            group.release(ids.reshape(-1), 0)
+            return
+        for slot in slots.tolist():  # forks share them
+            group.release(ids[rows == slot].reshape(-1), 0)
+
+    def trim(self, group: Group, slot: int, keep: int) -> None:
+        """Release the window blocks of a sequence from block `keep` on."""
+        s = self._sequences
+        if s.window_end[slot] > keep:
+            keep = max(keep, int(s.window_first[slot]))
+            group.release(self.between(group, slot, keep, int(s.window_end[slot])), int(s.last_step[slot]))
+            s.window_end[slot] = keep
+
+    def replace(self, group: Group, slot: int, number: int, fresh: list[int]) -> list[int]:
+        """Replace the window blocks of a block by fresh ones, and return those it had."""
+        old: list[int] = self.between(group, slot, number, number + 1).tolist()
+        self.put(group, np.array([slot]), np.array([number]), np.array(fresh, np.int64))
+        return old
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> None:
+        """Check that sequences hold window blocks for all that a token to come can see, and for what is written."""
+        s = self._sequences
+        assert (s.window_first <= s.window_end).all() and (s.window_end <= s.used).all(), "window blocks without KV"
+        for slot in s.slot_of.values():
+            group = self._groups.get(int(s.pool[slot]))
+            first, end = int(s.window_first[slot]), int(s.window_end[slot])
+            if group is None or not group.window_pages:
+                assert not end, "window blocks without a window"
+                continue
+            computed, ids = int(s.computed[slot]), self.of(slot)
+            assert first >= self.first(group, computed), "a block out of sight is held"
+            assert end - first <= group.window_blocks, "a ring holds more blocks than it has places"
+            assert first * s.block_size <= max(0, computed + 1 - group.window), "a block in sight was released"
+            assert end >= s.blocks_for(int(s.scheduled[slot])), "KV is written without window blocks"
+            assert len(set(ids.tolist())) == ids.size, "a window block is twice in one ring"
+            assert (self._blocks.kind[ids] == WINDOW).all(), "a ring names a block of another kind"
