@@ -17,6 +17,7 @@ from collections.abc import Callable
 from time import perf_counter_ns, time
 
 import numpy as np
+from msgspec import structs
 
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import Blocks
@@ -53,6 +54,8 @@ PROMPT_TOKENS = 8192
 SEQUENCE_TOKENS = 1000
 ADMITTED_TOKENS = 2048
 DECODED_ROWS, DECODED_PROMPT = 256, 512
+STATE_BLOCKS, PROMPT_CHUNK = 8, 64
+STATES_EACH = 3  # of each row: its own, and two checkpoints
 
 
 def median_us(action: Callable[[], object], seconds: float) -> float:
@@ -174,15 +177,22 @@ class NoTransport:
 
 class Decodes:
     """A core and a worker that answers at once: prompts of 512 tokens, then decodes that each fill a 16th of the rows'
-    blocks. events: whether changes of the prefix index are published as KV events."""
+    blocks. events: whether changes of the prefix index are published as KV events. states: blocks of the recurrent
+    state of a sequence, 0 for a model without one."""
 
-    def __init__(self, steps: int, events: bool) -> None:
+    def __init__(self, steps: int, events: bool = False, states: int = 0) -> None:
         bounds = control_plane.limits(DECODED_ROWS, steps, DECODED_PROMPT)
+        more = DECODED_ROWS * states * STATES_EACH
+        room = structs.replace(bounds.bounds, blocks_max=bounds.bounds.blocks_max + more)
+        bounds = structs.replace(bounds, bounds=room)
+        ready = control_plane.ready(bounds)
+        if states:
+            ready = structs.replace(ready, state_blocks=states, wants_kinds=True, prompt_chunk=PROMPT_CHUNK)
         core, self._answerer = Machine(Boot("benchmark", b"key", bounds), 0), control_plane.Answerer()
         self._core, self._now_us = core, 1
         core.apply(ClientCame(2), 0)
         core.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
-        core.apply(FromWorker(1, control_plane.ready(bounds)), 0)
+        core.apply(FromWorker(1, ready), 0)
         for message in control_plane.submissions(DECODED_ROWS, steps, DECODED_PROMPT):
             core.apply(FromClient(2, message, 1), 0)
         self._stream = EventStream(core, NoTransport(), KvEventsSection(), time) if events else None
@@ -208,17 +218,20 @@ class Decodes:
         return ended - started if step.slots.size == DECODED_ROWS and step.counts.max() == 1 else None
 
 
-def decodes(steps: int) -> tuple[float, float]:
-    """Run decode steps of 256 rows in the core, without and with KV events, in turns. Return mean microseconds, because
-    only some steps have events."""
-    worlds = Decodes(steps, events=False), Decodes(steps, events=True)
-    taken: tuple[list[int], list[int]] = [], []
-    while len(taken[1]) < steps:
+def decodes(steps: int) -> tuple[float, float, float]:
+    """Run decode steps of 256 rows in the core, in turns: as they are, with KV events, and with recurrent states.
+
+    Returns:
+        Mean microseconds of each, because only some steps have events or take checkpoints.
+    """
+    worlds = Decodes(steps), Decodes(steps, events=True), Decodes(steps, states=STATE_BLOCKS)
+    taken: tuple[list[int], ...] = [], [], []
+    while min(map(len, taken)) < steps:
         for world, times in zip(worlds, taken, strict=True):
             if (ns := world.step()) is not None:
                 times.append(ns)
-    off, on = (float(np.mean(np.sort(times)[: int(len(times) * 0.99)])) / 1000 for times in taken)
-    return off, on
+    off, on, states = (float(np.mean(np.sort(times)[: int(len(times) * 0.99)])) / 1000 for times in taken)
+    return off, on, states
 
 
 def allocations(seconds: float, bulk: int) -> float:
@@ -251,35 +264,44 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to repeat each measurement")
     parser.add_argument("--decodes", type=int, default=2000, help="decode steps with and without KV events")
     parser.add_argument("--seeds", type=int, default=100, help="seeds to simulate (0: skip the simulator)")
+    parser.add_argument("--only-decodes", action="store_true", help="measure decode steps alone")
     options = parser.parse_args()
     gc.disable()
+    silent, published, with_states = decodes(options.decodes)
+    rows: list[list[object]] = [
+        [f"decode step of {DECODED_ROWS} rows, no KV events (mean)", f"{silent:.1f} us", ""],
+        ["the same with KV events", f"{published:.1f} us, x {published / silent:.3f}", ""],
+        ["the same with recurrent states", f"{with_states:.1f} us, x {with_states / silent:.3f}", "x 1.3"],
+    ]
+    results: dict[str, object] = {
+        "decode_us": silent,
+        "decode_kv_events_us": published,
+        "decode_states_us": with_states,
+    }
+    if options.only_decodes:
+        report("cache core: decode steps", ["operation", "mean", "at most"], rows, results, options.json)
+        return
     created = create_and_remove(options.seconds)
     hit, miss = prefix_lookups(options.seconds)
     each = {bulk: allocations(options.seconds, bulk) for bulk in (256, 4096)}
     admitted, admitted_cached = admissions(options.seconds)
-    silent, published = decodes(options.decodes)
-    rows: list[list[object]] = [
+    rows = [
         ["create + remove of a 1,000-token sequence", f"{created:.1f} us", "100 us"],
         ["look up 8,192 tokens, all cached", f"{hit:.1f} us", "1000 us"],
         ["look up 8,192 tokens, none cached", f"{miss:.1f} us", "1000 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, none cached", f"{admitted:.1f} us", "150 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, all cached", f"{admitted_cached:.1f} us", "150 us"],
-    ]
-    rows += [
-        [f"decode step of {DECODED_ROWS} rows, no KV events (mean)", f"{silent:.1f} us", ""],
-        ["the same with KV events", f"{published:.1f} us, x {published / silent:.3f}", ""],
+        *rows,
     ]
     for bulk, ns in each.items():
         rows.append([f"allocate or free a block, {bulk:,} at a time", f"{ns:.1f} ns", "50 ns"])
-    results: dict[str, object] = {
+    results |= {
         "create_remove_us": created,
         "lookup_hit_us": hit,
         "lookup_miss_us": miss,
         "allocate_or_free_ns": each,
         "admit_us": admitted,
         "admit_cached_us": admitted_cached,
-        "decode_us": silent,
-        "decode_kv_events_us": published,
     }
     if options.seeds:
         results["simulator"] = simulated(options.seeds)

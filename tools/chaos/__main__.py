@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from kvforge.loadtest.machine import machine, versions
+from tools.cluster.running import FAMILIES
 
 from .driver import Driver
 from .interruptions import PAUSE_S, PAUSE_S_MIN
@@ -53,14 +54,14 @@ def main() -> int:
         default=PAUSE_S,
         help=f"mean seconds between two faults; many ranks on GPUs need as long as they take to start [{PAUSE_S}]",
     )
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="llama", help="family of the tiny model [llama]")
     options = parser.parse_args()
     if options.pause <= PAUSE_S_MIN:
         parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
-    report = Driver(
-        options.minutes, options.seed, log, options.plant, *computing, ranks=options.ranks, pause_s=options.pause
-    ).run()
+    others = {"ranks": options.ranks, "pause_s": options.pause, "family": options.family}
+    report = Driver(options.minutes, options.seed, log, options.plant, *computing, **others).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

@@ -61,6 +61,9 @@ step_timeout_s = 8
 step_tokens_max = 64
 # Workers crash all the time here, and not because of their requests.
 crashes_max = 100
+[cache]
+# Take checkpoints of recurrent states within prompts and answers.
+checkpoint_tokens = 64
 [journal]
 # Make snapshots frequent.
 bytes_max = 1000000
@@ -82,6 +85,7 @@ class Driver:
         *,
         ranks: int = 1,
         pause_s: float = interruptions.PAUSE_S,
+        family: str = "llama",
     ) -> None:
         """Create a run.
 
@@ -94,9 +98,10 @@ class Driver:
             dtype: the workers' dtype.
             ranks: if above 1, run so many processes as ranks of one worker; else run two workers.
             pause_s: the mean pause between two process faults.
+            family: of the tiny model, a name in `tools.cluster.running.FAMILIES`.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
-        self._computing = {"device": device, "dtype": dtype}
+        self._computing = {"device": device, "dtype": dtype, "family": family}
         self._planted = fault
         self._ranks, self._pause_s = ranks, pause_s
         self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))

@@ -38,8 +38,20 @@ class Cluster:
         device: str = "cpu",
         dtype: str = "float32",
         ranks: int = 1,
+        family: str = "llama",
     ) -> None:
-        """ranks: this many processes form one worker and each compute a part; "w0" is its rank 0."""
+        """Make the folder.
+
+        Args:
+            model: A folder; None: a tiny model with random weights.
+            blocks: Blocks of each worker's pool.
+            coordinator: Additional configuration of the coordinator.
+            worker: The same of each worker.
+            device: The workers' device.
+            dtype: The workers' dtype.
+            ranks: This many processes form one worker and each compute a part; "w0" is its rank 0.
+            family: Of the tiny model, a name in `running.FAMILIES`.
+        """
         # Short: a socket's path has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
         self.runtime = self.folder / "r"
@@ -49,7 +61,7 @@ class Cluster:
         self._device, self._dtype, self._ranks = device, dtype, ranks
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
-        self.model = model if model is not None else tiny_model(self.folder)
+        self.model = model if model is not None else tiny_model(self.folder, family)
 
     @property
     def endpoint(self) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from .fork_server import Child, fork_server
 
@@ -30,13 +30,50 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Changes of CONFIG, by family. LFM2 and Qwen3.5 have recurrent states beside attention; in Mamba 2 no layer attends.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "mamba2": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 8,
+        "chunk_size": 16,
+    },
+}
 
 
-def tiny_model(folder: Path) -> Path:
-    """Write a folder with the configuration of a tiny Llama for random weights."""
+def tiny_model(folder: Path, family: str = "llama") -> Path:
+    """Write a folder with the configuration of a tiny model for random weights.
+
+    Args:
+        folder: Where to make the folder `model`.
+        family: A name in FAMILIES.
+
+    Returns:
+        The new folder.
+    """
     model = folder / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "config.json").write_text(json.dumps(CONFIG | FAMILIES[family]))
     return model
 
 
