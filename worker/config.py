@@ -47,6 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         weight_dtype: Precision of the multiplied weights: `dtype`, fp8 (on a GPU), int8, int4, or auto (on a CPU: as
             stored in a quantised file).
         kv_dtype: Dtype of the KV cache: auto (same as `dtype`), int8 or fp8.
+        state_dtype: Dtype in which recurrent states that layers compute in float32 are kept: float32, bfloat16 or
+            float16. 16 bits take half of the memory, and round each token's state.
         kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
             unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.
         blocks: Size of the KV pool in blocks.
@@ -94,6 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"
     weight_dtype: str = "dtype"
     kv_dtype: str = "auto"
+    state_dtype: str = "float32"
     kv_bytes: int = 0
     blocks: int = 0
     memory_share: float = 0.0
@@ -127,7 +130,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         logs.check(self.log_level, self.log_format)
         named = {"attention": ATTENTIONS, "kernels": KERNELS, "determinism": DETERMINISMS, "graphs": GRAPHS}
-        named["weight_dtype"] = choices.WEIGHT_DTYPES
+        named |= {"weight_dtype": choices.WEIGHT_DTYPES, "state_dtype": choices.STATE_DTYPES}
         named |= {"collectives": COLLECTIVES, "graph_capture": GRAPH_CAPTURES}
         for field, known in named.items():
             if getattr(self, field) not in known:

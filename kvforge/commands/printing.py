@@ -71,7 +71,8 @@ def print_model(model: ModelInfo) -> None:
     if model.dtype:
         weights = f", weights in {model.weight_dtype}" if model.weight_dtype not in ("", model.dtype) else ""
         layout = f", the cache holds {model.kv_layout}" if model.kv_layout not in ("", "K and V") else ""
-        print(f"computed in {model.dtype}{weights}{layout}")
+        states = f", recurrent states in {model.state_dtype}" if model.state_dtype else ""
+        print(f"computed in {model.dtype}{weights}{layout}{states}")
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
     print(f"sampling defaults: {', '.join(chosen)}")
 

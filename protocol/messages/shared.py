@@ -159,6 +159,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             batch; else `fast`, or `not promised: ` and the reason; "": unknown.
         kv_layout: What the cache holds: of each token and layer `K and V`, or `latents` (multi-head latent attention);
             `states` if no layer attends; "": unknown.
+        state_dtype: The dtype in which recurrent states that layers compute in float32 are kept; "": there are none.
     """
 
     name: str
@@ -173,6 +174,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_dtype: str = ""
     determinism: str = ""
     kv_layout: str = ""
+    state_dtype: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

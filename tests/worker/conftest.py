@@ -106,11 +106,12 @@ def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., Loaded
         kernels: bool = True,
         weight_dtype: str = "dtype",
         kv_dtype: str = "auto",
+        state_dtype: str = "float32",
         windows: WindowLimits | None = None,
         **fields: Any,
     ) -> LoadedModel:
         folder, device = write_config(model_type, **fields), replace(cpu, kernels=kernels)
-        formats = {"dtype": dtype, "weight_dtype": weight_dtype, "kv_dtype": kv_dtype}
+        formats = {"dtype": dtype, "weight_dtype": weight_dtype, "kv_dtype": kv_dtype, "state_dtype": state_dtype}
         settings = {"load_format": "dummy", "seed": seed, **formats}
         return load_model(folder, device=device, block_size=block_size, windows=windows, **settings)
 

@@ -9,7 +9,7 @@ head's matrix, a channel's tail of a convolution), and none crosses a page.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,26 +27,39 @@ class StateTensor:
         layer: Index of the layer among the layers with a state.
         name: Its name within the layer.
         shape: Its shape for one sequence, with a leading 1.
-        dtype: Its dtype, in memory and in the pages.
+        dtype: Its dtype in the layer.
+        kept: Its dtype in the pages, if it is another one: numbers are rounded to it behind each chunk.
     """
 
     layer: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kept: torch.dtype | None = None
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype in the pages."""
+        return self.kept or self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Size in the pages, in bytes."""
+        return math.prod(self.shape) * self.stored.itemsize
 
     def unit_bytes(self, page_bytes: int) -> int:
         """Return the bytes that stay together: all dimensions behind the second, or fewer if a page is smaller."""
         for first in range(2, len(self.shape)):
-            size = math.prod(self.shape[first:]) * self.dtype.itemsize
+            size = math.prod(self.shape[first:]) * self.stored.itemsize
             if size <= page_bytes:
                 return size
-        return self.dtype.itemsize
+        return self.stored.itemsize
+
+
+def kept_as(states: tuple[StateTensor, ...], dtype: torch.dtype) -> tuple[StateTensor, ...]:
+    """Return states with their float32 tensors kept in another dtype in the pages."""
+    wide = torch.float32
+    return tuple(replace(each, kept=dtype) if each.dtype == wide != dtype else each for each in states)
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,7 @@ class StatePages:
 
     def __init__(self, layout: StateLayout, memory: torch.Tensor) -> None:
         self._memory = memory
+        self._rounds = any(tensor.stored != tensor.dtype for tensor in layout.tensors)
         self._layers: dict[int, list[tuple[StateTensor, tuple[Span, ...]]]] = {}
         for tensor, spans in zip(layout.tensors, layout.spans, strict=True):
             self._layers.setdefault(tensor.layer, []).append((tensor, spans))
@@ -133,9 +147,18 @@ class StatePages:
             Copies of its tensors by name, in the shapes of the layout.
         """
         return {
-            tensor.name: torch.cat([self._part(pages, span) for span in spans]).view(tensor.dtype).view(tensor.shape)
+            tensor.name: torch.cat([self._part(pages, span) for span in spans])
+            .view(tensor.stored)
+            .to(tensor.dtype)
+            .view(tensor.shape)
             for tensor, spans in self._layers[layer]
         }
+
+    def rounded(self, layer: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a layer's state as `load` would return it once it was stored."""
+        if not self._rounds:
+            return state
+        return {tensor.name: state[tensor.name].to(tensor.stored).to(tensor.dtype) for tensor, _ in self._layers[layer]}
 
     def store(self, layer: int, pages: list[int], state: dict[str, torch.Tensor]) -> None:
         """Write a layer's state of one sequence.
@@ -148,7 +171,7 @@ class StatePages:
         for tensor, spans in self._layers[layer]:
             given = state[tensor.name]
             assert given.shape == tensor.shape, f"{tensor.name} is {tuple(given.shape)}, not {tensor.shape}"
-            flat = given.to(tensor.dtype).contiguous().view(-1).view(torch.uint8)
+            flat = given.to(tensor.stored).contiguous().view(-1).view(torch.uint8)
             begin = 0
             for span in spans:
                 self._part(pages, span).copy_(flat[begin : begin + span.size])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, cast
 
+import torch
 from msgspec import structs
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, KvforgeError, UnsupportedModel, WorkerError
@@ -17,6 +19,7 @@ from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import choose_attention
 from kvforge.worker.attention.bare_pages import bare_page
 from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry
+from kvforge.worker.attention.states import kept_as
 from kvforge.worker.attention.windows import WindowLimits, choose_geometry
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.ranks import Ranks
@@ -51,7 +54,7 @@ from .source import Source, find_source
 from .verification import Reference, verify
 
 log = logging.getLogger(__name__)
-
+STATE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 Arguments = ParamSpec("Arguments")
 
@@ -102,6 +105,7 @@ def load_model(
     device: Device,
     block_size: int,
     kv_dtype: str = "auto",
+    state_dtype: str = "float32",
     attention: str = "auto",
     progress: Progress = lambda _phase, _fraction: None,
     seed: int = 0,
@@ -120,6 +124,7 @@ def load_model(
         device: The device that computes.
         block_size: Tokens per KV block.
         kv_dtype: A name in `KV_DTYPES`, or auto (that of the weights).
+        state_dtype: The dtype in which recurrent states that a layer computes in float32 are kept: one of STATE_DTYPES.
         attention: See `choose_attention`.
         progress: Called with a phase in a few words and the fraction of the whole load, 0 to 1, never falling.
         seed: Seed of random weights.
@@ -182,14 +187,16 @@ def load_model(
     progress("checking kernels", 0.9)
     context = ForwardContext(chosen)
     bound = bind_layers(module, context, served_tokens, device)
-    shapes = bound.shapes
+    shapes, states = bound.shapes, kept_as(bound.states, STATE_DTYPES[state_dtype])
+    if states != bound.states:
+        digest = hashlib.sha256(f"{digest} states {state_dtype}".encode()).hexdigest()
     if bound.states and ranks is not None:
         raise UnsupportedModel(found.name, "its layers keep a recurrent state, which several ranks cannot divide")
     if shapes:
-        geometry = KvGeometry(shapes, block_size, kv_dtype, bound.states)
+        geometry = KvGeometry(shapes, block_size, kv_dtype, states)
         geometry = choose_geometry(geometry, [each.window for each in bound_options(module)], windows, served_tokens)
     else:  # there is nothing to quantise
-        geometry = KvGeometry((bare_page(bound.states, block_size, dtype_name),), block_size, dtype_name, bound.states)
+        geometry = KvGeometry((bare_page(states, block_size, dtype_name),), block_size, dtype_name, states)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
     operations = choose_operations(device, torch_dtype)
@@ -232,6 +239,7 @@ def load_model(
         sampling=model_sampling(found),
         dtype=dtype_name,
         weight_dtype=kept_in(fused, dtype_name) if quantisation is None else quantisation.kind,
+        state_dtype=state_dtype if any(each.dtype == torch.float32 for each in states) else "",
         kv_layout="latents" if is_latent else "K and V" if shapes else "states",
     )
     model = LoadedModel(

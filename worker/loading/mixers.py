@@ -323,7 +323,8 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Te
                     parts.append(_last_chunk(mix, tokens, (first + begin, first + end), full - begin, held))
                 else:
                     parts.append(mix(tokens.part(first + begin, first + end), held))
-                state = held.state
+                # Behind every chunk, so that a state does not depend on the steps in which its tokens came.
+                state = pool.states.rounded(binding.index, held.state)
             assert state is not None, "a row without tokens"
             pool.states.store(binding.index, pages, state)
     return tokens.result(parts)

@@ -263,6 +263,7 @@ def _paged_logits(model: LoadedModel, sequences: Sequences) -> Logits:
     geometry = model.geometry
     if geometry.dtype.scale_bytes:  # this tests the model; KV quantisation has its own tests
         geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
+    geometry = replace(geometry, states=tuple(replace(each, kept=None) for each in geometry.states))  # so do states
     blocks = -(-int(LENGTHS.max()) // geometry.block_size)
     width = blocks * (1 + geometry.window_pages) + geometry.state_blocks
     tables = np.arange(2 * width, dtype=np.int32)[::-1].reshape(2, width).copy()

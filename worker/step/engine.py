@@ -101,6 +101,7 @@ class Engine:
             device=self.device,
             block_size=welcome.block_size,
             kv_dtype=config.kv_dtype,
+            state_dtype=config.state_dtype,
             attention=config.attention,
             progress=progress,
             seed=config.seed,

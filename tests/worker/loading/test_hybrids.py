@@ -140,6 +140,29 @@ def test_states_in_16_bits(
     assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
 
 
+@pytest.mark.parametrize(("state_dtype", "allowed"), [("bfloat16", 0.05), ("float16", 0.01)])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+def test_states_kept_in_16_bits(
+    name: str,
+    state_dtype: str,
+    allowed: float,
+    tiny: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    """Half of the memory, other tokens and so another fingerprint; bits do not depend on the schedule."""
+    model_type, fields = HYBRIDS[name]
+    wide, model = (tiny(model_type, block_size=16, state_dtype=each, **fields) for each in ("float32", state_dtype))
+    assert (wide.info.state_dtype, model.info.state_dtype) == ("float32", state_dtype)
+    assert wide.info.fingerprint != model.info.fingerprint
+    sizes = [sum(each.nbytes for each in of.geometry.states if "rec" in each.name) for of in (wide, model)]
+    assert sizes[0] == 2 * sizes[1]
+    sequence = np.random.default_rng(5).integers(0, model.vocab_size, 90)
+    want = paged_logits(wide, [sequence], [[88], [1], [1]])[0]
+    found = [paged_logits(model, [sequence], schedule)[0] for schedule in ([[88], [1], [1]], [[64], [24], [1], [1]])]
+    assert torch.equal(*found)
+    assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
+
+
 @pytest.mark.parametrize(("kv_dtype", "allowed"), [("int8", 0.02), ("fp8", 0.1)])
 @pytest.mark.parametrize("name", ["lfm2", "jamba"])
 def test_keys_and_values_of_8_bits_beside_states(
