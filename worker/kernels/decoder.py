@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -174,20 +175,22 @@ class FusedDecoder:
         factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
         inputs = None if self.token_inputs is None else token_inputs(ops, self.token_inputs, token_ids, residual)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
+        places = count()
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            place = index if layer.kv_layer is None else layer.kv_layer
-            cache, own = pool.layers[place], pool.batch_of(place, batch)
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
-            angles = None if layer.rotary is None else rotary[layer.rotary]
-            if layer.latent is not None and angles is not None:
-                attended = attend_latents(ops, self.attention, layer, normed, angles, cache, own)
-            else:
-                query = self.project(layer, normed, angles, cache, own)
-                if layer.query_scale is not None:
-                    query.mul_(factors[layer.query_scale])
-                attended = self.attention.attend(query, cache, own, layer.options).flatten(1)
             before, scale = normed, layer.residual_scale
-            normed = self.add(ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm)
+            if layer.mixer is not None:
+                mixed = layer.mixer(normed, batch, pool)[None]
+                normed = combine(ops, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
+            else:
+                own = next(places)
+                place = own if layer.kv_layer is None else layer.kv_layer
+                angles = None if layer.rotary is None else rotary[layer.rotary]
+                factor = None if layer.query_scale is None else factors[layer.query_scale]
+                attended = self._attend(layer, normed, angles, factor, pool.layers[place], pool.batch_of(place, batch))
+                normed = self.add(
+                    ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm
+                )
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
@@ -205,6 +208,24 @@ class FusedDecoder:
                     residual.mul_(layer.output_scale)
                 normed = residual if next_norm is None else ops.norm(residual, next_norm)
         return normed
+
+    def _attend(
+        self,
+        layer: FusedLayer,
+        normed: torch.Tensor,
+        angles: Rotary | None,
+        factor: torch.Tensor | None,
+        cache: KvLayer,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        """Return the heads' results, [tokens, heads x head size]. factor: of Q, by position."""
+        if layer.latent is not None and angles is not None:
+            return attend_latents(self.operations, self.attention, layer, normed, angles, cache, batch)
+        query, gate = self.project(layer, normed, angles, cache, batch)
+        if factor is not None:
+            query.mul_(factor)
+        attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
+        return attended if gate is None else attended * apply_aligned(torch.sigmoid, gate)
 
     def _feed_beside(
         self, feed: FeedForward, beside: ExpertsBeside, normed: torch.Tensor, residual: torch.Tensor
@@ -326,14 +347,30 @@ class FusedDecoder:
 
     def project(
         self, layer: FusedLayer, normed: torch.Tensor, rotary: Rotary | None, cache: KvLayer, batch: PagedBatch
-    ) -> torch.Tensor:
-        """Project the new tokens to Q [tokens, heads, head_size], and store their K and V in the cache."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Project the new tokens to Q, K and V, and store K and V in the cache.
+
+        Returns:
+            Q [tokens, heads, head_size], and the gate of the heads' results [tokens, heads x head_size], None for none.
+        """
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        if rotary is not None and layer.head_norms is None and not layer.clip and layer.value_scale == 1.0:
+        is_plain = layer.head_norms is None and not layer.clip and layer.value_scale == 1.0
+        if rotary is not None and is_plain and not layer.is_query_gated:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
-                return query
-        projected = ops.linear(normed, weight, bias)
+                return query, None
+        projected, gate = ops.linear(normed, weight, bias), None
+        if layer.is_query_gated:
+            size = layer.heads * layer.head_size
+            gate = projected[:, size : 2 * size].contiguous()
+            projected = torch.cat((projected[:, :size], projected[:, 2 * size :]), dim=1)
+        return self.store(layer, projected, rotary, cache, batch), gate
+
+    def store(
+        self, layer: FusedLayer, projected: torch.Tensor, rotary: Rotary | None, cache: KvLayer, batch: PagedBatch
+    ) -> torch.Tensor:
+        """Return Q [tokens, heads, head_size] of the projected new tokens, and store their K and V in the cache."""
+        ops = self.operations
         if layer.kv_layer is not None:
             return own_query(ops, layer, projected, rotary)
         if layer.value_is_key:

@@ -6,17 +6,21 @@ its default leaves the operation out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvforge.worker.attention import AttentionOptions
+from kvforge.worker.attention import AttentionOptions, PagedBatch
+from kvforge.worker.attention.pool import KvPool
 
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices
 from .positions import QueryScale
 from .router import Router
+
+# From the normed tokens [tokens, hidden] of a step and the states of its rows to what is added to the residual.
+Mixer = Callable[[torch.Tensor, PagedBatch, KvPool], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,9 @@ class FusedLayer:
         output_scale: Factor of the residual after the last block.
         latent: Attention over latents: `projected` is Q or its latent, then the token's latent, then its rotary key.
             None: over K and V.
+        mixer: What the layer has in place of attention; `projected` and `output` are then empty. None: it attends.
+        is_query_gated: Whether Q is followed by a gate of as many numbers, whose sigmoid is a factor of the heads'
+            results.
     """
 
     options: AttentionOptions
@@ -296,6 +303,8 @@ class FusedLayer:
     token_block: TokenBlock | None = None
     output_scale: float = 1.0
     latent: LatentAttention | None = None
+    mixer: Mixer | None = None
+    is_query_gated: bool = False
 
     @property
     def mixture(self) -> MixtureOfExperts | None:
@@ -306,10 +315,11 @@ class FusedLayer:
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
-        yield self.projected.weight
-        if self.latent is not None and self.latent.query is not None:
-            yield self.latent.query.weight
-        yield self.output.weight
+        if self.mixer is None:
+            yield self.projected.weight
+            if self.latent is not None and self.latent.query is not None:
+                yield self.latent.query.weight
+            yield self.output.weight
         yield from self.feed.product_weights()
         if self.experts_beside is not None:
             yield from self.experts_beside.mixture.product_weights()
@@ -334,6 +344,8 @@ class FusedLayer:
             or self.value_is_key
             or self.kv_layer is not None
             or self.latent is not None
+            or self.mixer is not None
+            or self.is_query_gated
         ):
             return False
         feed = self.feed

@@ -53,7 +53,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
 
 
 def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, tuple[int, ...], _Product]]:
-    ops, layer = fused.operations, fused.layers[0]
+    ops, layer = fused.operations, next(each for each in fused.layers if each.mixer is None)
     table = fused.table
     hidden, attended = table.shape[1], layer.output.weight.shape[1]
 
@@ -69,8 +69,8 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
         batch = PagedBatch.build(tables, 0 * ones, ones, BLOCK_SIZE, device)
         shape = (count, BLOCK_SIZE, layer.kv_heads, layer.head_size)
         cache = KvLayer(*(torch.zeros(shape, dtype=table.dtype, device=table.device) for _ in range(2)))
-        query = fused.project(layer, x, rotary, cache, batch)
-        return query, cache.keys[:, 0], cache.values[:, 0]
+        query, gate = fused.project(layer, x, rotary, cache, batch)
+        return query, cache.keys[:, 0], cache.values[:, 0], *([] if gate is None else [gate])
 
     def summed(projection: Projection, after: Norm | None, following: Norm | None) -> _Product:
         def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -157,6 +157,9 @@ class Family:
         fed_norm: Norm of its result; "": none.
         projected: Projections to Q, K and V in order, or the joined one.
         output: Projection of the heads' results.
+        is_query_gated: Whether each head's rows of Q are followed by rows of a gate, whose sigmoid is a factor of the
+            head's result.
+        mixers: Modules with a recurrent state, one of which a layer has in place of attention; see `mixers`.
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         value_norm: Norm of V; "": none.
@@ -174,7 +177,7 @@ class Family:
         gate_up: Its projections to gate and up in order, or the joined one; without a gate, one name.
         is_gated: Whether there is a gate.
         down: Its last projection.
-        activation: Setting that names the activation.
+        activation: Setting that names the activation, or its name.
         mixture: The mixture of experts, in layers that have one.
         is_parallel: Whether attention and feed-forward read the same norm.
         beside: Experts beside the dense block, in models that have them.
@@ -186,6 +189,7 @@ class Family:
         logit_scale: Setting with the factor of logits; "": none.
         logit_divisor: Setting with the divisor of logits; "": none.
         logit_softcap: Setting with the cap of logits; "": none.
+        final_norm: Norm before the head.
     """
 
     input_norm: str = "input_layernorm"
@@ -194,6 +198,8 @@ class Family:
     fed_norm: str = ""
     projected: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
+    is_query_gated: bool = False
+    mixers: tuple[str, ...] = ()
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     value_norm: str = ""
@@ -223,6 +229,12 @@ class Family:
     logit_scale: str = ""
     logit_divisor: str = ""
     logit_softcap: str = ""
+    final_norm: str = "norm"
+
+    def mixer_of(self, layer: Any) -> Any:
+        """Return a layer's module with a recurrent state; None: it attends."""
+        found = (getattr(layer, name, None) for name in self.mixers)
+        return next((each for each in found if each is not None), None)
 
     def feed_of(self, layer: Any) -> Any:
         """Return a layer's module with the feed-forward block, or with the experts."""

@@ -12,7 +12,7 @@ from kvforge.worker.kernels.steady import unsteady_products
 
 from .model import LoadedModel
 from .probe import attending
-from .trial import unsteady_rows
+from .trial import unsteady_mixers, unsteady_rows
 
 log = logging.getLogger("worker")
 FAST = "determinism = 'fast'"
@@ -69,6 +69,8 @@ def _unsteady(model: LoadedModel) -> str:
     """Test the model, and return the first problem that any rank found; "" if there is none."""
     if model.fused is not None:
         problem = unsteady_products(model.fused, model.device)
+        if not problem and model.geometry.states:
+            problem = unsteady_mixers(model)
     elif problem := unsteady_rows(model):
         problem = f"the layers of {model.info.architecture} are transformers' own: {problem}"
     return problem if model.ranks is None else next(filter(None, model.ranks.texts(problem)), "")

@@ -109,6 +109,28 @@ def _never(_attention: Any) -> bool:
     return False
 
 
+def _softmax_of_all(config: Any) -> Router:
+    return Router(config.num_experts_per_tok)
+
+
+def _sigmoid_of_lfm2(config: Any) -> Router:
+    return Router(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalises=config.norm_topk_prob,
+        sum_added=1e-6,
+        scaling=config.routed_scaling_factor,
+    )
+
+
+def _position_embedding(decoder: Any, _layer: int) -> Any:
+    return decoder.pos_emb
+
+
+def _unrotated(_decoder: Any, _layer: int) -> None:
+    return None
+
+
 def _softmax_with_least_sum(config: Any) -> Router:
     return Router(config.num_experts_per_tok, normalises=True, sum_min=config.moe_norm_min)
 
@@ -173,6 +195,24 @@ _DEEPSEEK = Family(
     latent=Latent(interleaved=_pairs_neighbours),
     mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts"),
 )
+_QWEN3_NEXT = Family(
+    is_query_gated=True,
+    mixers=("linear_attn",),
+    mixture=Mixture(_softmax, shared="shared_expert", shared_gate="shared_expert_gate"),
+)
+_LFM2 = Family(
+    input_norm="operator_norm",
+    inner_norm="ffn_norm",
+    output="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    mixers=("conv",),
+    feed="feed_forward",
+    gate_up=("w1", "w3"),
+    down="w2",
+    activation="silu",
+    final_norm="embedding_norm",
+)
+_BAMBA = Family(inner_norm="pre_ff_layernorm", mixers=("mamba",), feed="feed_forward", final_norm="final_layernorm")
 _HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
 
 # By the folder in transformers.models and the class of the model.
@@ -180,6 +220,7 @@ FAMILIES = {
     "apertus.ApertusForCausalLM": Family(
         input_norm="attention_layernorm", inner_norm="feedforward_layernorm", gate_up=("up_proj",), is_gated=False
     ),
+    "bamba.BambaForCausalLM": _BAMBA,
     "cohere.CohereForCausalLM": Family(inner_norm="", interleaved=True, is_parallel=True, logit_scale="logit_scale"),
     "cohere2.Cohere2ForCausalLM": Family(
         inner_norm="", rotates=_in_windows, interleaved=True, is_parallel=True, logit_scale="logit_scale"
@@ -212,11 +253,16 @@ FAMILIES = {
     "granite_swa.GraniteSWAForCausalLM": _GRANITE_SWA,
     "granitemoe.GraniteMoeForCausalLM": _GRANITE_EXPERTS,
     "granitemoe_swa.GraniteMoeSWAForCausalLM": replace(_GRANITE_EXPERTS, rotary=_rotary_of_theta),
-    "granitemoehybrid.GraniteMoeHybridForCausalLM": _GRANITE_EXPERTS,
+    "granitemoehybrid.GraniteMoeHybridForCausalLM": replace(_GRANITE_EXPERTS, mixers=("mamba",)),
     "granitemoeshared.GraniteMoeSharedForCausalLM": _GRANITE_EXPERTS,
     "hunyuan_v1_dense.HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "hunyuan_v1_moe.HunYuanMoEV1ForCausalLM": replace(
         _HUNYUAN, mixture=Mixture(_softmax_of_hunyuan, weight="wg", wide=True, shared="shared_mlp")
+    ),
+    "jamba.JambaForCausalLM": replace(_BAMBA, rotary=_unrotated, mixture=Mixture(_softmax_of_all, gate="router")),
+    "lfm2.Lfm2ForCausalLM": _LFM2,
+    "lfm2_moe.Lfm2MoeForCausalLM": replace(
+        _LFM2, rotary=_position_embedding, mixture=Mixture(_sigmoid_of_lfm2, choice_bias="expert_bias", wide=True)
     ),
     "llama.LlamaForCausalLM": LLAMA,
     "llama4.Llama4ForCausalLM": _LLAMA4,
@@ -247,6 +293,9 @@ FAMILIES = {
         mixture=Mixture(_softmax, shared="shared_expert", shared_gate="shared_expert_gate")
     ),
     "qwen3.Qwen3ForCausalLM": LLAMA,
+    "qwen3_5.Qwen3_5ForCausalLM": _QWEN3_NEXT,
+    "qwen3_5_moe.Qwen3_5MoeForCausalLM": _QWEN3_NEXT,
+    "qwen3_next.Qwen3NextForCausalLM": _QWEN3_NEXT,
     "qwen3_moe.Qwen3MoeForCausalLM": Family(mixture=Mixture(_softmax)),
     "qwen3_vl.Qwen3VLTextForCausalLM": LLAMA,
     "qwen3_vl_moe.Qwen3VLMoeTextForCausalLM": Family(mixture=Mixture(_softmax)),

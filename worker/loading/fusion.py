@@ -43,6 +43,7 @@ from kvforge.worker.kernels.stored import StoredWeight
 from .coded_parts import CodedLinear, coded_linears
 from .description import Family, TokenBlocks
 from .latents import LatentParts, absorbed
+from .mixers import bound_mixer
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import WeightPacker
@@ -86,9 +87,12 @@ def fuse(
     split = _rows_of(module.lm_head) < module.get_input_embeddings().num_embeddings
     embedding_scale = _embedding_scale(module, family)
     head, table = _head(module, packer)  # before the layers: later the module's original size is unknown
+    attending = iter(options)
     layers = tuple(
-        _fuse_layer(layer, each, found, parts, packer)
-        for layer, each, found in zip(module.model.layers, options, parts.layers, strict=True)
+        _mixing_layer(layer, found, parts, packer)
+        if found.mixes
+        else _fuse_layer(layer, next(attending), found, parts, packer)
+        for layer, found in zip(module.model.layers, parts.layers, strict=True)
     )
     return FusedDecoder(
         operations=operations,
@@ -164,6 +168,9 @@ def _fuse_layer(
     others = sum(getattr(attention, name).out_features for name in names) // head_size - heads
     rotary = found.rotary
     orders: list[torch.Tensor | None] = [None] * len(names)
+    if family.is_query_gated:
+        others -= heads
+        orders[0] = torch.arange(2 * heads * head_size).view(heads, 2, head_size).transpose(0, 1).flatten()
     if family.interleaved and rotary is not None:
         order = halves_of_pairs(2 * len(parts.rotary[rotary].frequencies), head_size)
         orders[:-1] = [in_every_head(order, getattr(attention, name).out_features) for name in names[:-1]]
@@ -191,6 +198,31 @@ def _fuse_layer(
         experts_beside=_beside(layer, found, packer),
         token_block=_token_block(layer, found, family.token_blocks, packer),
         output_scale=found.output_scale,
+        is_query_gated=family.is_query_gated,
+    )
+
+
+def _mixing_layer(layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None) -> FusedLayer:
+    """Make a layer with a recurrent state in place of attention, which its own module computes."""
+    nothing = Projection(parts.final_norm.weight.new_empty((0, 0)), None)
+    return FusedLayer(
+        options=AttentionOptions(scaling=1.0),
+        rotary=None,
+        heads=0,
+        kv_heads=0,
+        head_size=0,
+        input_norm=found.input_norm,
+        projected=nothing,
+        head_norms=None,
+        output=nothing,
+        inner_norm=found.inner_norm,
+        feed=_feed(layer, found, parts, packer),
+        attended_norm=found.attended_norm,
+        fed_norm=found.fed_norm,
+        residual_scale=parts.residual_scale,
+        is_parallel=parts.family.is_parallel,
+        output_scale=found.output_scale,
+        mixer=bound_mixer(parts.family.mixer_of(layer)),
     )
 
 

@@ -40,7 +40,8 @@ class StoredGroups:
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(numbers[architecture], module.config.num_hidden_layers)
         tensors = {tensor.name: tensor for tensor in source.gguf_header.tensors if tensor.type_name in FOUR_BITS}
-        self._head_size = int(module.model.layers[0].self_attn.head_dim)
+        attentions = (getattr(layer, "self_attn", None) for layer in module.model.layers)
+        self._head_size = int(next(filter(None, attentions)).head_dim)
         for name, part in module.named_modules():
             stored = names.get_name(name)
             if stored is not None and type(part) is torch.nn.Linear and f"{stored}.weight" in tensors:

@@ -41,14 +41,15 @@ from .determinism import FAST_WAY_OUT, attends_in_plain_torch, describe_determin
 from .early_checks import EarlyChecks
 from .families import counts_positions, latent_of, needs_description
 from .fingerprint import fingerprint, joined_digest
+from .forward_context import ForwardContext
 from .fusion import fuse, is_known
 from .library_errors import sentence
-from .model import ForwardContext, LoadedModel
+from .model import LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
 from .quantisation import Packer, Quantisation, WeightPacker, choose_quantisation
 from .rope import context_tokens
-from .row_independence import first_experts, make_rows_steady
+from .row_independence import first_experts, make_mixers_steady, make_rows_steady
 from .sampling_defaults import model_sampling
 from .source import Source, find_source
 from .verification import Reference, verify
@@ -202,7 +203,7 @@ def load_model(
     operations = choose_operations(device, torch_dtype)
     packs = isinstance(operations, PackedOperations)
     first = PlainOperations() if packs else operations
-    fused = None if bound.states else fuse(module, bound_options(module), first, context.attention, ranks=ranks)
+    fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
     if fused is None and has_codes(module):
         raise UnsupportedModel(
             found.name, "its weights are quantised, and its layers could not be described: see the log"
@@ -270,7 +271,7 @@ def load_model(
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # no reference may keep the unpacked weights
         model = _packed(model, packer, reference)
-    elif model.fused is None and device.steady and not attends_in_plain_torch(model):
+    elif (model.fused is None or bound.states) and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
         _make_row_independent(model, operations, reference)
     progress("comparing rows alone and in company", 0.97)
@@ -324,6 +325,7 @@ def _packed(model: LoadedModel, packer: WeightPacker, reference: Reference) -> L
     with model.device.errors("packing weights"):
         options = bound_options(model.module)
         fused = fuse(model.module, options, packer.operations, model.context.attention, packer, model.ranks)
+        make_mixers_steady(model.module, packer.operations, model.device)
         model.device.release_cached()
         model = replace(model, fused=fused)
         if fused is not None and isinstance(packer, CodePacker):
@@ -359,7 +361,8 @@ def _make_row_independent(model: LoadedModel, operations: LayerOperations, refer
         WorkerError: There is not enough memory.
     """
     with model.device.errors("replacing parts of the model"):
-        make_rows_steady(model.module, operations, model.device)
+        steady = make_rows_steady if model.fused is None else make_mixers_steady
+        steady(model.module, operations, model.device)
         model.device.release_cached()
         try:
             verify(model, reference)

@@ -28,9 +28,12 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateTensor
+from kvforge.worker.kernels.layer_weights import Mixer
 
-from .model import ForwardContext
+from .forward_context import ForwardContext
 from .projections import JoinedTokens, ProjectionFinder, Projections
 
 DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
@@ -257,6 +260,21 @@ def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor,
         part.__dict__[MIXING] = binding
         part.forward = _bound(binding, part)
     return math.lcm(*(part.__dict__[MIXING].chunk for part in mixers))
+
+
+def bound_mixer(part: Any) -> Mixer:
+    """Return a function that runs a bound mixer within a described decoder."""
+    context = part.__dict__[MIXING].context
+
+    def run(normed: torch.Tensor, batch: PagedBatch, pool: KvPool) -> torch.Tensor:
+        context.batch, context.pool = batch, pool
+        try:
+            mixed: torch.Tensor = part(normed[None])
+        finally:
+            context.batch = context.pool = None
+        return mixed[0]
+
+    return run
 
 
 def _chunk_of(part: Any) -> int:

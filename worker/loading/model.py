@@ -19,35 +19,18 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
-from kvforge.worker.attention import AttentionOptions, PagedAttention, PagedBatch
+from kvforge.worker.attention import AttentionOptions, PagedBatch
 from kvforge.worker.attention.pool import KvGeometry, KvPool
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.packed import is_packed
 
+from .forward_context import ForwardContext
 from .row_independence import packed_weights
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
-
-
-class ForwardContext:
-    """Inputs of the attention function of every layer during one forward pass; empty between passes.
-
-    Attributes:
-        attention: The implementation.
-        batch: The structure of the step.
-        pool: The KV pool.
-        separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
-            `trial`).
-    """
-
-    def __init__(self, attention: PagedAttention) -> None:
-        self.attention = attention
-        self.separate = False
-        self.batch: PagedBatch | None = None
-        self.pool: KvPool | None = None
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,12 @@ class LayerParts:
     output_scale: float = 1.0
     head_size: int = 0
     latent: LatentParts | None = None
+    mixes: bool = False
 
     @property
     def can_be_split(self) -> bool:
         """Whether ranks share the layer by heads and inner columns."""
-        if self.kv_layer is not None or self.beside is not None or self.token_norm is not None:
+        if self.mixes or self.kv_layer is not None or self.beside is not None or self.token_norm is not None:
             return False
         return self.head_norms is None or len(self.head_norms.query.weight) == self.head_size
 
@@ -89,6 +90,7 @@ class DecoderParts:
         """
         family = self.family
         is_joined = len(family.gate_up) < 1 + family.is_gated and family.mixture is None
+        is_joined |= family.is_query_gated
         return len(family.projected) == 3 and not is_joined and all(layer.can_be_split for layer in self.layers)
 
 
@@ -127,7 +129,7 @@ def _parts(module: Any, family: Family) -> DecoderParts:
     return DecoderParts(
         family=family,
         layers=layers,
-        final_norm=_norm(decoder, "norm", decoder.embed_tokens.weight[0]),
+        final_norm=_norm(decoder, family.final_norm, decoder.embed_tokens.weight[0]),
         rotary=tuple(tables.found),
         residual_scale=_residual_scale(decoder, family),
         input_norm=_input_norm(decoder, family.token_blocks),
@@ -143,16 +145,25 @@ def _residual_scale(decoder: Any, family: Family) -> float:
 def _check_linears(module: Any, family: Family) -> None:
     """Check that the module's products are plain, not replaced by quantised ones for example."""
     mixture = family.mixture
+    mixers = [part for layer in module.model.layers for part in _parts_of_mixer(layer, family)]
+    if any(isinstance(part, CodedLinear) for part in mixers):
+        raise _NotDescribedError("the weights of its recurrent layers are quantised")
     routers = (
         [] if mixture is None else [getattr(family.feed_of(layer), mixture.gate, None) for layer in module.model.layers]
     )
     apart = {id(part) for router in routers if router is not None for part in router.modules()}
+    apart |= set(map(id, mixers))
     linears = [part for part in module.modules() if hasattr(part, "in_features") and id(part) not in apart]
     if odd := next((part for part in linears if type(part) not in (torch.nn.Linear, ReorderedRows, CodedLinear)), None):
         raise _NotDescribedError(f"it has a {type(odd).__name__}")
     dtypes = {w.dtype for part in module.modules() if id(part) not in apart for w in part.parameters(recurse=False)}
     if len(dtypes) > 1:
         raise _NotDescribedError(f"its weights have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+
+
+def _parts_of_mixer(layer: Any, family: Family) -> list[Any]:
+    mixer = family.mixer_of(layer)
+    return [] if mixer is None else list(mixer.modules())
 
 
 class _RotaryTables:
@@ -178,6 +189,37 @@ class _RotaryTables:
 
 
 def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables) -> LayerParts:
+    whole = _blocks(layer, decoder, family)
+    return whole if whole.mixes else _attending(whole, layer, index, decoder, family, tables)
+
+
+def _blocks(layer: Any, decoder: Any, family: Family) -> LayerParts:
+    """Find the parts of a layer beside its attention."""
+    config, hidden = decoder.config, decoder.embed_tokens.weight[0]
+    input_norm, attended_norm, inner_norm, fed_norm = (
+        _norm(layer, name, hidden) if name else None
+        for name in (family.input_norm, family.attended_norm, family.inner_norm, family.fed_norm)
+    )
+    return LayerParts(
+        rotary=None,
+        input_norm=input_norm,
+        head_norms=None,
+        attended_norm=attended_norm,
+        inner_norm=inner_norm,
+        fed_norm=fed_norm,
+        mixture=_mixture(layer, family, config),
+        activation=_activation(layer, family, config),
+        beside=_beside(layer, family.beside, config, hidden),
+        token_norm=_token_norm(layer, family.token_blocks, hidden),
+        output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
+        mixes=family.mixer_of(layer) is not None,
+    )
+
+
+def _attending(
+    found: LayerParts, layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables
+) -> LayerParts:
+    """Add the parts of a layer's attention."""
     attention, config = layer.self_attn, decoder.config
     latent = _latent(attention, family)
     head_size = int(attention.head_dim) if latent is None else latent.head_size
@@ -189,24 +231,16 @@ def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _Rotary
     if getattr(attention, family.head_norms[0], None) is not None:
         head = hidden.new_ones(head_size)
         norms = _head_norms(attention, family, head)
-    return LayerParts(
+    return replace(
+        found,
         rotary=None if rotary is None else tables.index(rotary, attention),
         head_norms=norms,
-        mixture=_mixture(layer, family, config),
         query_scale=family.query_scale(attention),
         kv_layer=family.kv_layer(decoder, index),
         value_scale=float(getattr(attention, family.value_scale)) if family.value_scale else 1.0,
-        beside=_beside(layer, family.beside, config, hidden),
-        token_norm=_token_norm(layer, family.token_blocks, hidden),
-        output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
         head_size=head_size,
         latent=latent,
-        activation=_activation(layer, family, config),
         clip=float((getattr(config, family.clip) if family.clip else None) or 0.0),
-        **{
-            name: _norm(layer, getattr(family, name), hidden) if getattr(family, name) else None
-            for name in ("input_norm", "attended_norm", "inner_norm", "fed_norm")
-        },
     )
 
 
@@ -220,7 +254,7 @@ def _latent(attention: Any, family: Family) -> LatentParts | None:
 
 
 def _activation(layer: Any, family: Family, config: Any) -> Activation:
-    name = getattr(config, family.activation, None) or getattr(config, "hidden_act", None)
+    name = getattr(config, family.activation, None) or getattr(config, "hidden_act", None) or family.activation
     if name in NAMES:
         return Activation(NAMES[name])
     found = xielu_of(getattr(family.feed_of(layer), "act_fn", None)) if name == "xielu" else None

@@ -31,9 +31,10 @@ from kvforge.worker.device.device import Device
 
 from .description import Latent
 from .families import counts_positions, latent_of
+from .forward_context import ForwardContext
 from .latents import sizes_of
 from .mixers import Recorder, bind_mixers, check_version, mixers_of
-from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
+from .model import ATTENTION_NAME, BINDING, LayerBinding, use_attention
 from .rope import context_range
 
 RECORDING_NAME = "kvforge_recording"

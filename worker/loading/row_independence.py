@@ -32,6 +32,7 @@ from kvforge.worker.kernels.partition import apply_aligned
 from kvforge.worker.kernels.torch_functions import SteadyFunctions, product
 
 from .fusion import in_place_of
+from .mixers import mixers_of
 
 GROUPED = ("sm_9", "sm_10")  # torch has a grouped product of bfloat16 there
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
@@ -86,6 +87,25 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
     packing = operations if isinstance(operations, PackedOperations) else None
     if packing is not None:
         _pack_tied_head(module, packing)
+    _replace_products(module, operations, packing)
+    _separate_experts(module, operations, packing, device)
+    _even(module, operations, device)
+
+
+@torch.no_grad()
+def make_mixers_steady(module: Any, operations: LayerOperations, device: Device) -> None:
+    """Replace the parts of layers with a recurrent state, in a model that is described beside them.
+
+    Raises:
+        KvforgeError: As raised by `PackedOperations.pack`.
+    """
+    packing = operations if isinstance(operations, PackedOperations) else None
+    for mixer in mixers_of(module):
+        _replace_products(mixer, operations, packing)
+        _even(mixer, operations, device)
+
+
+def _replace_products(module: Any, operations: LayerOperations, packing: PackedOperations | None) -> None:
     shared = _shared_weights(module)
     for owner, name in _places(module):
         part = getattr(owner, name)
@@ -94,7 +114,10 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
             setattr(owner, name, in_place_of(part, _linear(part, operations, packing if packs else None)))
         elif isinstance(part, ACTIVATIONS):
             part.forward = partial(apply_aligned, part.forward)
-    _separate_experts(module, operations, packing, device)
+
+
+def _even(module: Any, operations: LayerOperations, device: Device) -> None:
+    """Let modules that multiply by their own weights, and norms, compute each row by itself."""
     evened = list(_with_weights_of_their_own(module))
     if not device.computes_on_cores:
         evened += [part for part in module.modules() if _is_norm(part) and not _is_torchs(part)]

@@ -16,7 +16,7 @@ import transformers
 
 from kvforge.worker.kernels.steady import same_bits
 
-from .mixers import MIXING
+from .mixers import MIXING, mixers_of
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
 
 TRIAL_NAME = "kvforge_trial"
@@ -70,6 +70,30 @@ def unsteady_rows(model: LoadedModel) -> str:
                 except Exception as error:  # noqa: BLE001 - foreign model code
                     problem = f"a trial of the layers failed: {type(error).__name__}: {error}"
     return problem
+
+
+def unsteady_mixers(model: LoadedModel) -> str:
+    """Return the first result of a layer with a recurrent state that depends on other rows; "" if none was found.
+
+    Each token is a row of its own, behind a state of zeros. One layer of each kind is tried.
+    """
+    kinds = {_kind(part): part for part in reversed(mixers_of(model.module))}
+    rows, device, context = max(_ladder(model)) + OFFSET, model.device.torch_device, model.context
+    generator = torch.Generator(device).manual_seed(rows)
+    shape = (1, rows, int(model.module.config.hidden_size))
+    hidden = torch.empty(shape, dtype=model.dtype, device=device).normal_(generator=generator)
+    context.separate = True
+    try:
+        for part in kinds.values():
+            whole = part(hidden)
+            for count in _ladder(model):
+                for first in range(SINGLES) if count == 1 else (0, OFFSET):
+                    few = slice(first, first + count)
+                    if not same_bits(part(hidden[:, few]), whole[:, few]):
+                        return f"{type(part).__name__} of {count} tokens has other bits than among {rows}"
+    finally:
+        context.separate = False
+    return ""
 
 
 def _difference(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> str:

@@ -17,7 +17,8 @@ from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels.packed import own_product
-from kvforge.worker.loading.model import ForwardContext, LoadedModel
+from kvforge.worker.loading.forward_context import ForwardContext
+from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8

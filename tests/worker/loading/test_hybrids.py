@@ -20,11 +20,12 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from kvforge.worker.loading import mixers, probe
+from kvforge.worker.loading import families, mixers, probe
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
 from kvforge.worker.loading.serving_kernels import serving_kernels
+from kvforge.worker.loading.trial import unsteady_mixers
 from kvforge.worker.loading.verification import verify
 
 from .random_models import HYBRIDS, NEEDS_CACHE
@@ -40,6 +41,11 @@ SCHEDULES = {
 }
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
+DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
+# rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
+# transformers' float32 and the described layers are 3e-4 from float64 there.
+ROUNDING, MAGNIFIED, MAGNIFIED_SHARE = 2e-5, 1e-3, 0.1
 
 
 def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +99,58 @@ def test_logits_and_bits(
     assert model.wants_kinds and model.geometry.state_blocks > 0
     assert model.prompt_chunk == CHUNKS.get(name, 64)
     assert model.info.determinism == "batch-invariant"
+    assert (model.fused is not None) == (name in DESCRIBED)
     rng = np.random.default_rng(3)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
     for schedule in SCHEDULES.values():
         found = paged_logits(model, sequences, schedule)
         for row, (got, sequence) in enumerate(zip(found, sequences, strict=True)):
             want = cached_logits(model, sequence, [counts[row] for counts in schedule])
-            assert (scale := float(want.abs().max())) > 0.01
-            assert float((got - want).abs().max()) <= 2e-5 * scale
+            scale = float(want.abs().max())
+            assert scale > 0.01
+            apart = (got - want).abs().amax(1) / scale
+            if name in DESCRIBED:
+                assert int((apart > ROUNDING).sum()) <= MAGNIFIED_SHARE * len(apart) and float(apart.max()) <= MAGNIFIED
+            else:
+                assert float(apart.max()) <= ROUNDING
     alone = [paged_logits(model, [sequence], [[len(sequence)]])[0] for sequence in sequences]
     chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 2, 0]])
     for got, want in zip(chunked, alone, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "changed"),
+    [
+        ("qwen3_next", "qwen3_next.Qwen3NextForCausalLM", {"rotary": lambda _decoder, _layer: None}),
+        ("lfm2", "lfm2.Lfm2ForCausalLM", {"inner_norm": ""}),
+        ("lfm2", "lfm2.Lfm2ForCausalLM", {"activation": "gelu"}),
+        ("bamba", "bamba.BambaForCausalLM", {"is_parallel": True}),
+    ],
+)
+def test_a_wrong_declaration_is_refused(
+    name: str,
+    kind: str,
+    changed: dict[str, Any],
+    tiny: Callable[..., LoadedModel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model then runs through transformers' layers."""
+    monkeypatch.setitem(families.FAMILIES, kind, replace(families.FAMILIES[kind], **changed))
+    model_type, fields = HYBRIDS[name]
+    assert tiny(model_type, block_size=16, **fields).fused is None
+
+
+def test_a_mixer_that_depends_on_other_rows_is_found(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["lfm2"]
+    model = tiny(model_type, block_size=16, **fields)
+    assert model.fused is not None and unsteady_mixers(model) == ""
+    part = mixers_of(model.module)[0]
+    forward = part.forward
+    monkeypatch.setattr(part, "forward", lambda hidden: forward(hidden) * (1 + 1e-6 * hidden.shape[1]))
+    assert "Lfm2ShortConv of 1 tokens has other bits" in unsteady_mixers(model)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite"])
@@ -243,7 +289,7 @@ def test_logits_in_parts_advance_the_state_once(
 
     monkeypatch.setattr(LoadedModel, "forward", by_parts)
     got = paged_logits(model, [sequence], schedule)[0]
-    assert float((got - want).abs().max()) <= 2e-5 * float(want.abs().max())
+    assert float((got - want).abs().max()) <= ROUNDING * float(want.abs().max())
     assert "forward" not in model.module.base_model.__dict__
 
 

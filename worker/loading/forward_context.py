@@ -1,0 +1,24 @@
+"""What the parts of a transformers model that kvforge replaces find during a pass."""
+
+from __future__ import annotations
+
+from kvforge.worker.attention import PagedAttention, PagedBatch
+from kvforge.worker.attention.pool import KvPool
+
+
+class ForwardContext:
+    """Inputs of the attention function of every layer during one forward pass; empty between passes.
+
+    Attributes:
+        attention: The implementation.
+        batch: The structure of the step.
+        pool: The KV pool.
+        separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
+            `trial`).
+    """
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self.attention = attention
+        self.separate = False
+        self.batch: PagedBatch | None = None
+        self.pool: KvPool | None = None
