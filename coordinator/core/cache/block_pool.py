@@ -317,7 +317,9 @@ class BlockPool:
                 if self.checkpoints:
                     self._refresh_checkpoint(self.index.key(block))
                 self._stamp += 1
-                self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
+                if (entries := self._lru.get(owner)) is None:
+                    entries = self._lru[owner] = OrderedDict()
+                entries[block] = self._stamp
             ids = ids[~indexed]
         self._to_free(ids)
         self._waits.wake(self._gain)
@@ -447,14 +449,22 @@ class BlockPool:
 
     # ----------------------------------------------------------------------------------------------- window blocks
 
-    def add_window(self, key: int, blocks: tuple[int, ...]) -> None:
-        """Make held window blocks the part that hangs on an index entry, unless either has another one."""
-        if key in self.windows or blocks[0] in self._window_of:
-            return
-        assert self.index.alive(key)
-        self.windows[key] = blocks
-        self._window_of.update(dict.fromkeys(blocks, key))
-        self.blocks.indexed[np.array(blocks, np.int64)] = True
+    def add_windows(self, keys: list[int], ids: npt.NDArray[np.integer]) -> None:
+        """Hang held window blocks on live index entries, unless either has others already.
+
+        Args:
+            keys: Keys of the entries, [n].
+            ids: The window blocks of each, [n, window_pages].
+        """
+        windows, key_of = self.windows, self._window_of
+        added: list[int] = []
+        for place, (key, blocks) in enumerate(zip(keys, ids.tolist(), strict=True)):
+            if key not in windows and blocks[0] not in key_of:
+                windows[key] = tuple(blocks)
+                for block in blocks:
+                    key_of[block] = key
+                added.append(place)
+        self.blocks.indexed[ids[added]] = True
 
     def _drop_window(self, key: int) -> None:
         """Remove the window blocks of an entry from the index. They become free when they have no holders."""

@@ -165,12 +165,11 @@ class Windows:
             numbers: Numbers of indexed blocks in their sequences, [n].
             keys: Keys of their entries, [n].
         """
-        held, pool = self.has(slots, numbers), group.pool
-        if not np.count_nonzero(held):
-            return
-        ids = self._sequences.states[slots[:, None], self.columns(group, numbers)].tolist()
-        for place in held.nonzero()[0].tolist():
-            pool.add_window(keys[place], tuple(ids[place]))
+        held = self.has(slots, numbers)
+        if np.count_nonzero(held) < held.size:
+            slots, numbers, keys = slots[held], numbers[held], [key for key, has in zip(keys, held, strict=True) if has]
+        if slots.size:
+            group.pool.add_windows(keys, self._sequences.states[slots[:, None], self.columns(group, numbers)])
 
     # --------------------------------------------------------------------------------------------------------- changes
 
