@@ -1,0 +1,123 @@
+"""Models with layers that keep a window give transformers' tokens: cached, forked, preempted, and after deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvforge import Request, SamplingParams
+from tests.worker.loading.random_models import save
+from tests.worker.step.test_windows import COMMON, MODELS, WINDOW
+from tools.cluster.cluster import Cluster
+
+from .shared import wait_empty
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
+TOLERANCE = 1e-4  # of a log-probability
+Answers = list[tuple[int, float]]
+
+
+@torch.inference_mode()
+def say(model: transformers.PreTrainedModel, prompt: list[int], count: int = TOKENS) -> Answers:
+    """Return the tokens that transformers generates, without a cache, and their log-probabilities."""
+    tokens, found = list(prompt), Answers()
+    for _ in range(count):
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+        found.append((tokens[-1], float(torch.log_softmax(logits.float(), -1)[tokens[-1]])))
+    return found
+
+
+def check(request: Request, want: Answers) -> int:
+    """Compare an answer with transformers' own; return how many tokens of its prompt were cached."""
+    answer = request.result(60)
+    assert answer.tokens == tuple(token for token, _ in want)
+    assert max(abs(got - logprob) for got, (_, logprob) in zip(answer.logprobs, want, strict=True)) < TOLERANCE
+    return answer.cached_tokens
+
+
+def pages_of(fields: dict[str, Any]) -> int:
+    """Return the pages of a block of the layers with a window."""
+    kinds = fields["layer_types"]
+    full = kinds.count("full_attention")
+    return -(-(len(kinds) - full) // full)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, tmp_path: Path) -> None:
+    """behaviours 15, 28, 35."""
+    model_type, fields = MODELS[name]
+    folder = save(tmp_path / "model", model_type, {**fields, **COMMON, "max_position_embeddings": 256})
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
+    want = [say(model, prompt) for prompt in prompts]
+    pages = pages_of(fields)
+    with Cluster(model=folder, blocks=REQUESTS * (5 + 3 * pages) + pages + 4) as cluster:
+        kv = cluster.start("w0")
+        assert f"layers keep the KV of {WINDOW} tokens" in kv.health().workers[0].kernels["windows"]
+        first = [check(kv.submit(prompts[n], max_tokens=TOKENS, sampling=GREEDY), want[n]) for n in (0, 0, 1, 2)]
+        assert first[0] == 0 and min(first[1:]) >= 64, "a hit needs the last blocks of the window alone"
+        source = kv.create_sequence(prompts[0])
+        check(kv.submit(sequence=source, max_tokens=7, sampling=GREEDY), want[0][:7])
+        (fork,) = kv.fork(source)
+        both = [kv.submit(sequence=one, max_tokens=TOKENS - 7, sampling=GREEDY) for one in (source, fork)]
+        for request in both:
+            check(request, want[0][7:])
+        kv.rewind(fork, len(prompts[0]) + 3)  # its window went on
+        check(kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY), want[0][3:])
+        kv.remove([source, fork])
+        running = [kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{each[-2]}") for each in prompts]
+        for request, answer in zip(running, want, strict=True):
+            check(request, answer)
+        if pages == 1:  # else prompts hold more blocks than answers, and the pool has room for those
+            assert kv.stats().requests.preemptions_total > 0, "the pool holds fewer than these five at their ends"
+        for victim in ("w0", "coordinator"):
+            running = [kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=victim) for each in prompts]
+            next(iter(running[0]))
+            cluster.kill(victim)
+            if victim == "w0":
+                cluster.start_worker("w0")
+            else:
+                cluster.start_coordinator()
+            for request, answer in zip(running, want, strict=True):
+                check(request, answer)
+        assert wait_empty(kv).requests.failed_total == 0
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_bits_of_windows_in_random_company(tmp_path: Path) -> None:
+    """Prompts of any length with common beginnings, in a pool with little room, have the bits of an empty cache."""
+    random = Random(7)
+    model_type, fields = MODELS["gemma3"]
+    folder = save(tmp_path / "model", model_type, {**fields, **COMMON, "max_position_embeddings": 1024})
+    shared = [[random.randrange(3, 90) for _ in range(count)] for count in (17, 64, 200, 590)]
+    prompts = []
+    for _ in range(60):
+        beginning = random.choice(shared)[: random.choice((8, 16, 33, 64, 600))]
+        prompts.append([*beginning, *(random.randrange(3, 90) for _ in range(1 + int(100 * random.random() ** 2)))])
+    with Cluster(model=folder, blocks=400) as cluster:
+        kv = cluster.start("w0")
+
+        def answer(number: int, salt: str) -> Request:
+            sampling = SamplingParams(temperature=number % 2, ignore_eos=True, seed=number)
+            return kv.submit(prompts[number], max_tokens=5 + number % 40, sampling=sampling, cache_salt=salt)
+
+        alone = [answer(number, f"{number}").result(60) for number in range(len(prompts))]
+        for turn in range(2):
+            order = random.sample(range(len(prompts)), len(prompts))
+            company = {number: answer(number, f"shared {turn}") for number in order}
+            found = {number: request.result(120) for number, request in company.items()}
+            for number, want in enumerate(alone):
+                assert found[number].tokens == want.tokens
+                assert found[number].logprobs == want.logprobs
+            assert sum(each.cached_tokens for each in found.values()) > 500
+        assert wait_empty(kv).requests.failed_total == 0
