@@ -98,6 +98,7 @@ EXCEPTIONS = {
     "tests/integration/test_sequences.py::test_ten_thousand_cycles_leave_memory_flat": "soak",
     "tests/integration/test_systemd_boot.py": "soak",
     "tests/integration/test_systemd_stop.py": "soak",
+    "tests/integration/test_windows.py": "soak",
     "tests/kvforge/client/test_interrupted.py::test_ctrl_c_at_any_step_of": "soak",
     "tests/kvforge/fleet/test_on_ray.py": "soak",
     "tests/loadtest/chaos/test_kill.py": "process",

@@ -50,7 +50,6 @@ def pages_of(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.soak
 @pytest.mark.parametrize("name", MODELS)
 def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, tmp_path: Path) -> None:
     """behaviours 15, 28, 35."""
@@ -92,7 +91,6 @@ def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, tmp
         assert wait_empty(kv).requests.failed_total == 0
 
 
-@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
 def test_bits_of_windows_in_random_company(tmp_path: Path) -> None:
     """Prompts of any length with common beginnings, in a pool with little room, have the bits of an empty cache."""
