@@ -44,6 +44,7 @@ from .fingerprint import fingerprint, joined_digest
 from .forward_context import ForwardContext
 from .fusion import fuse, is_known
 from .library_errors import sentence
+from .mixers import mixers_of
 from .model import LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
@@ -175,8 +176,8 @@ def load_model(
             early.end()
             raise
 
-    if quantisation is not None and not is_known(module):
-        _refuse_quantising(weight_dtype, type(module).__name__)
+    if quantisation is not None and (not is_known(module) or mixers_of(module)):
+        _refuse_quantising(weight_dtype, module)
         quantisation = None
 
     progress("checking weights", 0.87)
@@ -370,13 +371,16 @@ def _make_row_independent(model: LoadedModel, operations: LayerOperations, refer
             raise KernelError(f"with parts that compute each row by itself: {error}; {FAST_WAY_OUT}") from error
 
 
-def _refuse_quantising(weight_dtype: str, architecture: str) -> None:
-    """Reject the quantisation of a model that is not fused; `auto` accepts it unquantised.
+def _refuse_quantising(weight_dtype: str, module: Any) -> None:
+    """Reject the quantisation of a model with layers that are transformers' own; `auto` accepts it unquantised.
 
     Raises:
         InvalidConfiguration: `weight_dtype` asks for quantisation.
     """
-    problem = f"{architecture} runs transformers' own layers, which cannot be quantised"
+    name = type(module).__name__
+    problem = f"{name} runs transformers' own layers, which cannot be quantised"
+    if mixers_of(module):
+        problem = f"{name} has layers with a recurrent state, and such models are not quantised at load"
     if weight_dtype != "auto":
         raise InvalidConfiguration("weight_dtype", f"{weight_dtype!r}: {problem}; use 'dtype'")
     log.info("weight_dtype: %s", problem)

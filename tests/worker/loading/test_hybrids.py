@@ -141,6 +141,14 @@ def test_a_wrong_declaration_is_refused(
     assert tiny(model_type, block_size=16, **fields).fused is None
 
 
+def test_hybrids_are_not_quantised_at_load(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their packed forms were not tried on a chip that multiplies in 8 bits."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    model_type, fields = HYBRIDS["lfm2"]
+    with pytest.raises(InvalidConfiguration, match="layers with a recurrent state, and such models are not quantised"):
+        tiny(model_type, block_size=16, weight_dtype="int8", **fields)
+
+
 def test_a_mixer_that_depends_on_other_rows_is_found(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
