@@ -34,12 +34,20 @@ def say(model: transformers.PreTrainedModel, prompt: list[int], count: int = TOK
     return found
 
 
-def check(request: Request, want: Answers) -> int:
-    """Compare an answer with transformers' own; return how many tokens of its prompt were cached."""
-    answer = request.result(60)
-    assert answer.tokens == tuple(token for token, _ in want)
-    assert max(abs(got - logprob) for got, (_, logprob) in zip(answer.logprobs, want, strict=True)) < TOLERANCE
-    return answer.cached_tokens
+class Checker:
+    """Compares answers with transformers' own, and their bits with those of the first answer of as many tokens."""
+
+    def __init__(self) -> None:
+        self._bits: dict[tuple[int, ...], tuple[float, ...]] = {}
+
+    def check(self, request: Request, prompt: list[int], want: Answers, begin: int = 0, end: int = TOKENS) -> int:
+        """Compare the tokens [begin, end) behind a prompt; return how many tokens of the prompt were cached."""
+        answer = request.result(60)
+        assert answer.tokens == tuple(token for token, _ in want[begin:end])
+        logprobs = [logprob for _, logprob in want[begin:end]]
+        assert max(abs(got - logprob) for got, logprob in zip(answer.logprobs, logprobs, strict=True)) < TOLERANCE
+        assert answer.logprobs == self._bits.setdefault(tuple(prompt), answer.logprobs)[begin:end]
+        return answer.cached_tokens
 
 
 def pages_of(fields: dict[str, Any]) -> int:
@@ -50,44 +58,53 @@ def pages_of(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", MODELS)
-def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in MODELS), ("gpt_oss", 2)])
+def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, ranks: int, tmp_path: Path) -> None:
     """behaviours 15, 28, 35."""
     model_type, fields = MODELS[name]
     folder = save(tmp_path / "model", model_type, {**fields, **COMMON, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
     want = [say(model, prompt) for prompt in prompts]
-    pages = pages_of(fields)
-    with Cluster(model=folder, blocks=REQUESTS * (5 + 3 * pages) + pages + 4) as cluster:
-        kv = cluster.start("w0")
-        assert f"layers keep the KV of {WINDOW} tokens" in kv.health().workers[0].kernels["windows"]
-        first = [check(kv.submit(prompts[n], max_tokens=TOKENS, sampling=GREEDY), want[n]) for n in (0, 0, 1, 2)]
-        assert first[0] == 0 and min(first[1:]) >= 64, "a hit needs the last blocks of the window alone"
+    pages, names = pages_of(fields), [f"w{rank}" for rank in range(ranks)]
+    check, blocks = Checker().check, REQUESTS * (5 + 3 * pages) + pages + 4
+    experts = "expert_parallel = true\n" if name == "gpt_oss" and ranks > 1 else ""  # no plan cuts its experts
+    with Cluster(model=folder, blocks=blocks, ranks=ranks, worker=experts) as cluster:
+        kv = cluster.start(*names)
+        for worker in kv.health().workers:
+            assert f"layers keep the KV of {WINDOW} tokens" in worker.kernels["windows"]
+        cached = []
+        for number in (0, 0, 1, 2):
+            request = kv.submit(prompts[number], max_tokens=TOKENS, sampling=GREEDY)
+            cached.append(check(request, prompts[number], want[number]))
+        assert cached[0] == 0 and min(cached[1:]) >= 64, "a hit needs the last blocks of the window alone"
         source = kv.create_sequence(prompts[0])
-        check(kv.submit(sequence=source, max_tokens=7, sampling=GREEDY), want[0][:7])
+        check(kv.submit(sequence=source, max_tokens=7, sampling=GREEDY), prompts[0], want[0], 0, 7)
         (fork,) = kv.fork(source)
         both = [kv.submit(sequence=one, max_tokens=TOKENS - 7, sampling=GREEDY) for one in (source, fork)]
         for request in both:
-            check(request, want[0][7:])
+            check(request, prompts[0], want[0], 7)
         kv.rewind(fork, len(prompts[0]) + 3)  # its window went on
-        check(kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY), want[0][3:])
+        check(kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY), prompts[0], want[0], 3)
         kv.remove([source, fork])
         running = [kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{each[-2]}") for each in prompts]
-        for request, answer in zip(running, want, strict=True):
-            check(request, answer)
+        for request, prompt, answer in zip(running, prompts, want, strict=True):
+            check(request, prompt, answer)
         if pages == 1:  # else prompts hold more blocks than answers, and the pool has room for those
             assert kv.stats().requests.preemptions_total > 0, "the pool holds fewer than these five at their ends"
-        for victim in ("w0", "coordinator"):
+        for victim in (names[-1], "coordinator"):
             running = [kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=victim) for each in prompts]
             next(iter(running[0]))
             cluster.kill(victim)
-            if victim == "w0":
-                cluster.start_worker("w0")
-            else:
+            if victim == "coordinator":
                 cluster.start_coordinator()
-            for request, answer in zip(running, want, strict=True):
-                check(request, answer)
+            else:
+                for rank in names[:-1]:
+                    assert cluster.end(rank) != 0, "its supervisor must start it again"
+                for rank in names:
+                    cluster.start_worker(rank)
+            for request, prompt, answer in zip(running, prompts, want, strict=True):
+                check(request, prompt, answer)
         assert wait_empty(kv).requests.failed_total == 0
 
 
