@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
@@ -70,6 +71,11 @@ class Span:
     offset: int
     size: int
 
+    @property
+    def end(self) -> int:
+        """The offset behind it."""
+        return self.offset + self.size
+
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -121,6 +127,49 @@ class StateLayout:
         return [each for each in zip(self.tensors, self.spans, strict=True) if each[0].layer == layer]
 
 
+def lines_of(tensor: StateTensor, spans: tuple[Span, ...]) -> torch.Tensor | None:
+    """Return the page and the offset of each line of a tensor, [lines, 2] int32 on the host; None: pages cut lines."""
+    size = tensor.shape[-1] * tensor.stored.itemsize
+    if any(span.size % size for span in spans):
+        return None
+    parts = [np.stack(np.broadcast_arrays(span.page, np.arange(span.offset, span.end, size)), axis=1) for span in spans]
+    return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """One tensor of a layer's state, of several sequences, in the pages of a pool.
+
+    A line is the numbers along the tensor's last dimension. Kernels find them by `lines`, plain torch by `spans`.
+
+    Attributes:
+        memory: [blocks, page bytes] uint8 on the device, contiguous: all pages of the pool.
+        pages: [rows, pages of a state] int32 on the device, contiguous: each row's pages in order.
+        tensor: The tensor.
+        spans: Where it lies.
+        lines: [lines, 2] int32 on the device: the page of each line and its offset in bytes. None: pages cut lines.
+    """
+
+    memory: torch.Tensor
+    pages: torch.Tensor
+    tensor: StateTensor
+    spans: tuple[Span, ...]
+    lines: torch.Tensor | None
+
+    def read(self) -> torch.Tensor:
+        """Return copies of the rows' states, [rows, ...] in the tensor's dtype."""
+        parts = [self.memory[self.pages[:, span.page].long(), span.offset : span.end] for span in self.spans]
+        return torch.cat(parts, 1).view(self.tensor.stored).to(self.tensor.dtype).view(-1, *self.tensor.shape[1:])
+
+    def write(self, state: torch.Tensor) -> None:
+        """Write the rows' states, [rows, ...]."""
+        flat, begin = state.to(self.tensor.stored).contiguous().view(len(state), -1).view(torch.uint8), 0
+        for span in self.spans:
+            part = flat[:, begin : begin + span.size]
+            self.memory[self.pages[:, span.page].long(), span.offset : span.end] = part
+            begin += span.size
+
+
 class StatePages:
     """Reads and writes states in the memory of a pool.
 
@@ -135,6 +184,21 @@ class StatePages:
         self._layers: dict[int, list[tuple[StateTensor, tuple[Span, ...]]]] = {}
         for tensor, spans in zip(layout.tensors, layout.spans, strict=True):
             self._layers.setdefault(tensor.layer, []).append((tensor, spans))
+        self._lines: dict[tuple[int, str], torch.Tensor | None] = {}
+
+    def rows(self, layer: int, name: str, pages: torch.Tensor) -> StateRows:
+        """Return a tensor of a layer's state for several sequences, to be read and written in place.
+
+        Args:
+            layer: Index among the layers with a state.
+            name: The tensor's name.
+            pages: [rows, pages of a state] int32 on the device: each sequence's pages in order.
+        """
+        tensor, spans = next(each for each in self._layers[layer] if each[0].name == name)
+        if (layer, name) not in self._lines:
+            found = lines_of(tensor, spans)
+            self._lines[layer, name] = None if found is None else found.to(self._memory.device)
+        return StateRows(self._memory, pages, tensor, spans, self._lines[layer, name])
 
     def load(self, layer: int, pages: list[int]) -> dict[str, torch.Tensor]:
         """Read a layer's state of one sequence.

@@ -6,6 +6,8 @@ import torch
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.states import StateRows
+from kvforge.worker.cpu.convolution_kernel import CHANNELS_PER_US, convolve
 from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
 from kvforge.worker.cpu.vector import CODES
@@ -18,6 +20,7 @@ from .layer_weights import Norm
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
+from .recurrent import Convolution
 from .tiles import Layouts
 
 
@@ -162,6 +165,36 @@ class CpuOperations(PackedOperations):
             rows=rows,
             count=count // 2,
             code=CODES[both.dtype],
+        )
+        return found
+
+    def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
+        """Implement `StateOperations.convolve`."""
+        weight, bias, lines, state = convolution.weight, convolution.bias, states.lines, states.tensor
+        alike = all(each is None or (each.is_contiguous() and each.dtype == x.dtype) for each in (weight, bias))
+        if lines is None or not alike or x.dtype not in CODES or x.stride(1) != 1 or state.stored not in CODES:
+            return super().convolve(x, states, convolution)
+        rows, (channels, taps) = len(x), weight.shape
+        found = torch.empty((rows, channels), dtype=x.dtype)
+        convolve(
+            threads_for(rows * channels / CHANNELS_PER_US),
+            x=x.data_ptr(),
+            stride=x.stride(0) * x.itemsize,
+            target=found.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            rows=rows,
+            channels=channels,
+            taps=taps,
+            code=CODES[x.dtype],
+            memory=states.memory.data_ptr(),
+            page_bytes=states.memory.stride(0),
+            pages=states.pages.data_ptr(),
+            page_count=states.pages.shape[1],
+            lines=lines.data_ptr(),
+            state_code=CODES[state.stored],
+            gated=int(convolution.is_gated),
+            silu=int(convolution.has_silu),
         )
         return found
 

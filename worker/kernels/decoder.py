@@ -180,7 +180,7 @@ class FusedDecoder:
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
             before, scale = normed, layer.residual_scale
             if layer.mixer is not None:
-                mixed = layer.mixer(normed, batch, pool)[None]
+                mixed = layer.mixer(ops, normed, batch, pool)[None]
                 normed = combine(ops, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
             else:
                 own = next(places)

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from kvforge.worker.attention import KvLayer
+from kvforge.worker.attention.states import StateRows
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
@@ -27,6 +28,7 @@ from .norm import add_norm, embed_norm, head_norm
 from .packed_table import look_up
 from .plain import PlainOperations
 from .project import can_project, project
+from .recurrent import Convolution
 from .rotary import rotary
 from .router_kernel import route
 from .stored import codes_of
@@ -216,6 +218,10 @@ class FusedOperations:
         For few results per row, the library's sums vary with the row count, and a trial sees too few to notice.
         """
         return SLAB if not self.slab and self.target.steady and len(weight) <= FEW else self.slab
+
+    def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
+        """Implement `StateOperations.convolve`."""
+        return self._plain.convolve(x, states, convolution)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

@@ -14,13 +14,14 @@ from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices
 from .layer_weights import FusedLayer, Norm
 from .positions import RotaryTable
+from .recurrent import StateOperations
 from .router import Router
 
 SLAB = 32  # rows per product where products must not depend on the row count, but ours and torch's differ
 HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # longest rows of a norm among the tested configurations
 
 
-class LayerOperations(Protocol):
+class LayerOperations(StateOperations, Protocol):
     """An implementation of the operations.
 
     A sum may be passed in parts [parts, tokens, n], which the next operation adds in order: see `linear_parts`.

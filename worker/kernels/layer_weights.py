@@ -6,21 +6,18 @@ its default leaves the operation out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvforge.worker.attention import AttentionOptions, PagedBatch
-from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention import AttentionOptions
 
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices
 from .positions import QueryScale
+from .recurrent import Mixer
 from .router import Router
-
-# From the normed tokens [tokens, hidden] of a step and the states of its rows to what is added to the residual.
-Mixer = Callable[[torch.Tensor, PagedBatch, KvPool], torch.Tensor]
 
 
 @dataclass(frozen=True)

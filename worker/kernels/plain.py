@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear, pad, silu
 
 from kvforge.worker.attention.reference import rotate
+from kvforge.worker.attention.states import StateRows
 
 from .activations import SILU, Activation
 from .expert_loop import ExpertMatrices, run_one_by_one
@@ -19,6 +20,7 @@ from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
 from .quantised import QuantisedWeight
+from .recurrent import Convolution
 from .router import route
 from .row_counts import padded
 
@@ -190,6 +192,26 @@ class PlainOperations:
         kept.copy_(latents) if norm is None else self.norm(latents, norm, kept)
         stored[:, latents.shape[1] :] = rotate(keys[:, None], cos, sin)[:, 0]
         return stored
+
+    def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
+        """Implement `StateOperations.convolve`."""
+        gate, given = None, x
+        if convolution.is_gated:
+            factor, gate, given = x.chunk(3, dim=1)
+            given = factor * given
+        state = states.read()
+        state = torch.cat((state[..., 1:], given.to(state.dtype)[..., None]), dim=-1)
+        states.write(state)
+        weight, wide = convolution.weight.float(), state.float()
+        total = weight[:, 0] * wide[..., 0]
+        for tap in range(1, weight.shape[1]):  # a sum over the last dimension might depend on the number of rows
+            total = total + weight[:, tap] * wide[..., tap]
+        if convolution.bias is not None:
+            total = total + convolution.bias.float()
+        found = total.to(x.dtype)
+        if convolution.has_silu:
+            found = apply_aligned(silu, found)
+        return found if gate is None else gate * found
 
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""

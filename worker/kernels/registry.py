@@ -29,6 +29,7 @@ from .experts import Experts
 from .packed import packing_problem, weight_kind
 from .plain import PlainOperations
 from .quantised import PlainInputQuantiser
+from .recurrent_selftest import recurrent_test
 from .router import route
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
@@ -150,6 +151,11 @@ def _layers(serving: Serving) -> None:
         layer_test(serving.fused, serving.device)
 
 
+def _recurrent(serving: Serving) -> None:
+    if serving.fused is not None:
+        recurrent_test(serving.fused, serving.device)
+
+
 def _experts(serving: Serving) -> None:
     if serving.experts is not None and serving.device.runs_kernels:
         from .experts_selftest import experts_test
@@ -262,6 +268,7 @@ CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "head_norm", PlainOperations.head_norm, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "norm", PlainOperations.norm, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
+    CpuKernelEntry("kvforge.worker.cpu.convolution_kernel", "convolve", PlainOperations.convolve, _recurrent),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),

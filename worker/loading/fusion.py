@@ -43,7 +43,7 @@ from kvforge.worker.kernels.stored import StoredWeight
 from .coded_parts import CodedLinear, coded_linears
 from .description import Family, TokenBlocks
 from .latents import LatentParts, absorbed
-from .mixers import bound_mixer
+from .mixers import BoundMixer
 from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import WeightPacker
@@ -222,7 +222,7 @@ def _mixing_layer(layer: Any, found: LayerParts, parts: DecoderParts, packer: We
         residual_scale=parts.residual_scale,
         is_parallel=parts.family.is_parallel,
         output_scale=found.output_scale,
-        mixer=bound_mixer(parts.family.mixer_of(layer)),
+        mixer=BoundMixer(parts.family.mixer_of(layer)),
     )
 
 

@@ -3,7 +3,8 @@
 A *mixer* is a module that mixes the tokens of a sequence through a state of fixed size: a short convolution, a gated
 delta rule, Mamba. transformers keeps the state in a cache that the mixer is given. Here each row of a step is given to
 the mixer alone, with a cache that holds the row's state, read from its pages before and written back behind it. A row's
-bits therefore do not depend on other rows.
+bits therefore do not depend on other rows. In a described decoder, generated tokens run through kernels of our own
+instead, all rows together, if the mixer's step is described (`mixer_steps`).
 
 A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
 Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,
@@ -19,9 +20,9 @@ import ast
 import inspect
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Self, cast
 
 import torch
@@ -30,10 +31,12 @@ import transformers
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
-from kvforge.worker.attention.states import StateTensor
-from kvforge.worker.kernels.layer_weights import Mixer
+from kvforge.worker.attention.states import StateRows, StateTensor
+from kvforge.worker.kernels.recurrent import StateOperations
 
 from .forward_context import ForwardContext
+from .mixer_steps import step_of
+from .mixer_waves import waves
 from .projections import JoinedTokens, ProjectionFinder, Projections
 
 DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
@@ -115,6 +118,8 @@ class RowCache:
 
 
 Mixing = Callable[[torch.Tensor, RowCache], torch.Tensor]
+# From the projections of rows by name, and their states by name, to the input of the last projection.
+Step = Callable[[Mapping[str, torch.Tensor], Callable[[str], StateRows]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -262,19 +267,32 @@ def bind_mixers(module: Any, context: ForwardContext, states: tuple[StateTensor,
     return math.lcm(*(part.__dict__[MIXING].chunk for part in mixers))
 
 
-def bound_mixer(part: Any) -> Mixer:
-    """Return a function that runs a bound mixer within a described decoder."""
-    context = part.__dict__[MIXING].context
+class BoundMixer:
+    """Runs a bound mixer within a described decoder; see `kernels.recurrent.Mixer`.
 
-    def run(normed: torch.Tensor, batch: PagedBatch, pool: KvPool) -> torch.Tensor:
-        context.batch, context.pool = batch, pool
+    Args:
+        part: The module.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part, binding = part, part.__dict__[MIXING]
+        self._context: ForwardContext = binding.context
+        names = {place.name for place in binding.projections.inputs}
+        self.step = step_of(part) if binding.projections.output is not None else None
+        if self.step is not None and not names.issuperset(self.step.projections):
+            self.step = None
+
+    def __call__(
+        self, operations: StateOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
+    ) -> torch.Tensor:
+        """Implement `Mixer`."""
+        self._context.batch, self._context.pool = batch, pool
+        step = None if self.step is None else partial(self.step.run, operations)
         try:
-            mixed: torch.Tensor = part(normed[None])
+            mixed: torch.Tensor = self._part(normed[None], step=step)
         finally:
-            context.batch = context.pool = None
+            self._context.batch = self._context.pool = None
         return mixed[0]
-
-    return run
 
 
 def _chunk_of(part: Any) -> int:
@@ -301,10 +319,10 @@ def _mixing(part: Any) -> Mixing:
 def _bound(binding: MixerBinding, part: Any) -> Any:
     forward, mix = part.forward, _mixing(part)
 
-    def run(hidden_states: torch.Tensor, *given: Any, **keywords: Any) -> torch.Tensor:
+    def run(hidden_states: torch.Tensor, *given: Any, step: Step | None = None, **keywords: Any) -> torch.Tensor:
         context = binding.context
         if context.batch is not None:
-            return _mixed(binding, mix, hidden_states)
+            return _mixed(binding, mix, hidden_states, step)
         if context.separate:
             return _separate(binding, mix, hidden_states)
         mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
@@ -313,13 +331,14 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
     return run
 
 
-def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Tensor:
-    """Run a mixer over the rows of a step, one after the other.
+def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step | None) -> torch.Tensor:
+    """Run a mixer over the rows of a step: one after the other, or generated tokens together if it has a `step`.
 
     Args:
         binding: The mixer's binding.
         mix: The mixer itself.
         hidden: [1, tokens, hidden size].
+        step: Computes generated tokens; None: the mixer does.
 
     Returns:
         [1, tokens, hidden size].
@@ -327,25 +346,42 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Te
     batch, pool = binding.context.batch, binding.context.pool
     assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
     assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
-    parts = []
     cuts_blocks = pool.block_size % binding.chunk != 0  # otherwise no full block lies in an incomplete chunk
+    parts: dict[int, list[torch.Tensor]] = {}
     with binding.projections.over(hidden) as tokens:
-        for row in range(len(batch.counts)):
-            pages, start = batch.states[row].tolist(), int(batch.starts[row])
-            state = pool.states.load(binding.index, pages) if start else None
-            first = int(batch.query_starts[row]) - start
-            for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
-                held = RowCache(state)
-                full = (begin // binding.chunk + 1) * binding.chunk
-                if end < full and cuts_blocks and not batch.generated[row]:
-                    parts.append(_last_chunk(mix, tokens, (first + begin, first + end), full - begin, held))
-                else:
-                    parts.append(mix(tokens.part(first + begin, first + end), held))
-                # Behind every chunk, so that a state does not depend on the steps in which its tokens came.
-                state = pool.states.rounded(binding.index, held.state)
-            assert state is not None, "a row without tokens"
-            pool.states.store(binding.index, pages, state)
-    return tokens.result(parts)
+        for wave in waves(batch, step is not None):
+            if step is not None and wave.stepping is not None:
+                projected = {name: wave.pick(each[0]) for name, each in tokens.projected.items()}
+                stepped = step(projected, partial(pool.states.rows, binding.index, pages=wave.pages))[None]
+                if wave.tokens is None:
+                    return tokens.result([stepped])
+                parts |= {row: [each] for row, each in zip(wave.stepping, stepped.split(1, dim=1), strict=True)}
+            for row in wave.alone:
+                parts[row] = _mixed_alone(binding, mix, tokens, row, cuts_blocks)
+    return tokens.result([part for row in sorted(parts) for part in parts[row]])
+
+
+def _mixed_alone(
+    binding: MixerBinding, mix: Mixing, tokens: JoinedTokens, row: int, cuts_blocks: bool
+) -> list[torch.Tensor]:
+    """Run a mixer over one row, chunk by chunk; return the results of the chunks, [1, tokens, hidden size] each."""
+    batch, pool = binding.context.batch, binding.context.pool
+    assert batch is not None and batch.states is not None and pool is not None and pool.states is not None
+    parts, pages, start = [], batch.states[row].tolist(), int(batch.starts[row])
+    state = pool.states.load(binding.index, pages) if start else None
+    first = int(batch.query_starts[row]) - start
+    for begin, end in chunks(start, int(batch.lengths[row]), binding.chunk):
+        held = RowCache(state)
+        full = (begin // binding.chunk + 1) * binding.chunk
+        if end < full and cuts_blocks and not batch.generated[row]:
+            parts.append(_last_chunk(mix, tokens, (first + begin, first + end), full - begin, held))
+        else:
+            parts.append(mix(tokens.part(first + begin, first + end), held))
+        # Behind every chunk, so that a state does not depend on the steps in which its tokens came.
+        state = pool.states.rounded(binding.index, held.state)
+    assert state is not None, "a row without tokens"
+    pool.states.store(binding.index, pages, state)
+    return parts
 
 
 def _last_chunk(mix: Mixing, tokens: JoinedTokens, place: tuple[int, int], count: int, held: RowCache) -> torch.Tensor:

@@ -60,7 +60,8 @@ class Projections:
         kept = [(place, place.module) for place in self.inputs]
         try:
             for place, module in kept:
-                place.put(_Computed(tokens, module(hidden)))
+                tokens.projected[place.name] = module(hidden)
+                place.put(_Computed(tokens, tokens.projected[place.name]))
             if self.output is not None:
                 kept.append((self.output, self.output.module))
                 self.output.put(_unchanged)
@@ -72,10 +73,11 @@ class Projections:
 
 @dataclass
 class JoinedTokens:
-    """The tokens of a step, and the part that the mixer works on."""
+    """The tokens of a step, their projections by name, and the part that the mixer works on."""
 
     hidden: torch.Tensor
     output: Any
+    projected: dict[str, torch.Tensor] = field(default_factory=dict)
     current: slice | torch.Tensor = field(default_factory=lambda: slice(0))
 
     def part(self, first: int, end: int) -> torch.Tensor:

@@ -35,14 +35,26 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "determinism": model.info.determinism,
     }
     if geometry.states:
-        layers = len({tensor.layer for tensor in geometry.states})
-        kernels["states"] = f"transformers' own: {layers} layers, one row after the other"
+        kernels["states"] = _states(model)
     if geometry.window:
         kept = sum(shape.window > 0 for shape in geometry.layers)
         kernels["windows"] = f"{kept} of {len(geometry.layers)} layers keep the KV of {geometry.window} tokens"
     if model.ranks is not None:
         kernels["ranks"] = model.ranks.describe()
     return {what: kernel[:LENGTH_MAX] for what, kernel in kernels.items()}
+
+
+def _states(model: LoadedModel) -> str:
+    """Describe what runs the layers with a recurrent state."""
+    layers = len({tensor.layer for tensor in model.geometry.states})
+    fused = [] if model.fused is None else model.fused.layers
+    stepping = sum(layer.mixer is not None and layer.mixer.step is not None for layer in fused)
+    if model.fused is None or not stepping:
+        return f"transformers' own: {layers} layers, one row after the other"
+    operations = model.fused.operations
+    by = "Numba" if isinstance(operations, PlainOperations) and operations.kernels else "plain torch"
+    own = "" if stepping == layers else f", {layers - stepping} of them transformers' own"
+    return f"generated tokens: {by}, all rows together; prompts: transformers' own; {layers} layers{own}"
 
 
 def _sampling(model: LoadedModel) -> str:

@@ -198,3 +198,28 @@ def test_a_layout_reads_the_memory_of_any_pool() -> None:
     pages.store(0, [2], {"conv 0": torch.ones((1, 40, 3), dtype=BF16)})
     assert memory[2, : 40 * 3 * 2].view(BF16).eq(1).all()
     assert not memory[:2].any()
+
+
+@pytest.mark.parametrize("kept", [None, BF16])
+def test_states_of_several_rows_are_those_of_each(kept: torch.dtype | None) -> None:
+    """Read and written by rows, by lines and alone; nothing else is touched."""
+    states = tuple(replace(each, kept=kept) if each.dtype == F32 else each for each in STATES)
+    layout = StateLayout(states, 2048)
+    memory = torch.randint(0, 127, (3 * layout.pages, 2048), dtype=torch.uint8)
+    pages = torch.randperm(len(memory)).view(3, -1).int()
+    held = StatePages(layout, memory)
+    for tensor in states:
+        rows, before = held.rows(tensor.layer, tensor.name, pages), memory.clone()
+        rows.write(torch.randn(3, *tensor.shape[1:]))
+        alone = [held.load(tensor.layer, each.tolist())[tensor.name] for each in pages]
+        assert torch.equal(rows.read(), torch.cat(alone))
+        if rows.lines is None:
+            assert tensor.name == "flat"  # a line longer than a page
+            continue
+        where = pages[:, rows.lines[:, 0].long()].long() * 2048 + rows.lines[:, 1]
+        size = tensor.shape[-1] * tensor.stored.itemsize
+        lines = memory.view(-1)[where[..., None] + torch.arange(size)].flatten(1)
+        assert torch.equal(lines.view(tensor.stored).to(tensor.dtype).view(rows.read().shape), rows.read())
+        written = torch.zeros_like(memory, dtype=torch.bool)
+        written.view(-1)[where[..., None] + torch.arange(size)] = True
+        assert torch.equal(memory[~written], before[~written])

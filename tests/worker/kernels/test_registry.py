@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("triton")
 
@@ -38,10 +39,12 @@ from kvforge.worker.kernels.packed import quantising_problem
 from kvforge.worker.kernels.quantised import quantise_int8
 from kvforge.worker.kernels.registry import CPU_KERNELS, KERNELS, CpuKernelEntry, Kernel, Serving
 from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.mixers import FIRST_VERSION
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.engine import Engine
 from tests.worker.conftest import TINY
 from tests.worker.device.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
+from tests.worker.loading.random_models import HYBRIDS
 
 DEVICE = open_device("auto")
 CPU = open_device("cpu")
@@ -55,6 +58,7 @@ SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
 LATENTS = {"num_key_value_heads": 2, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 48, "v_head_dim": 64}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
 FIELDS = {"deepseek_v3": {**LATENTS, **ROUTED, "first_k_dense_replace": 0}}  # and rotary keys of 64
+RECURRENT = {"kvforge.worker.cpu.convolution_kernel": "lfm2"}  # models with steps that run a kernel
 SHAPES_OF_LATENTS = (  # of the portable kernels, and of Hopper's
     AttentionShape(2, 1, 48, AttentionOptions(0.125), latent=32),
     AttentionShape(2, 1, 320, AttentionOptions(0.125), latent=256),
@@ -286,7 +290,13 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
         else:
             raise RuntimeError("LLVM ERROR: Cannot select")
 
-    folder = write_config("qwen3", **SHAPE)
+    if kernel.module in RECURRENT:
+        if not hasattr(transformers.Cache, "get_conv_state"):
+            pytest.skip(f"transformers is older than {FIRST_VERSION}")
+        model_type, fields = HYBRIDS[RECURRENT[kernel.module]]
+        folder = write_config(model_type, **fields)
+    else:
+        folder = write_config("qwen3", **SHAPE)
     plain = replace(CPU, kernels=False)  # unpacked weights, as at a start
     fused = load_model(folder, load_format="dummy", dtype="float32", device=plain, block_size=8).fused
     assert fused is not None

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from kvforge.worker.loading import families, mixers, probe
+from kvforge.worker.loading import families, mixer_steps, mixers, probe
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
@@ -42,6 +42,7 @@ SCHEDULES = {
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+STEPPING = ("lfm2", "lfm2_moe")  # with kernels for generated tokens
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.
@@ -139,6 +140,46 @@ def test_a_wrong_declaration_is_refused(
     monkeypatch.setitem(families.FAMILIES, kind, replace(families.FAMILIES[kind], **changed))
     model_type, fields = HYBRIDS[name]
     assert tiny(model_type, block_size=16, **fields).fused is None
+
+
+def test_a_wrong_description_of_a_step_is_refused(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = mixer_steps.STEPS["lfm2.Lfm2ShortConv"]
+
+    def reversed_taps(mixer: Any) -> Any:
+        step: Any = describe(mixer)
+        return replace(step, convolution=replace(step.convolution, weight=step.convolution.weight.flip(1)))
+
+    monkeypatch.setitem(mixer_steps.STEPS, "lfm2.Lfm2ShortConv", reversed_taps)
+    model_type, fields = HYBRIDS["lfm2"]
+    assert tiny(model_type, block_size=16, **fields).fused is None
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_generated_tokens_of_all_rows_are_computed_together(
+    name: str,
+    tiny: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside prompts too; their chunks run through transformers' module."""
+    model_type, fields = HYBRIDS[name]
+    model, calls = tiny(model_type, block_size=16, **fields), list[int]()
+    assert model.fused is not None
+    convolve = type(model.fused.operations).convolve
+
+    def noted(self: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return convolve(self, x, *given)
+
+    monkeypatch.setattr(type(model.fused.operations), "convolve", noted)
+    layers = len({tensor.layer for tensor in model.geometry.states})
+    sequences = [list(range(9)), list(range(70)), [5, 6, 7]]
+    paged_logits(model, sequences, [[8, 65, 2]])
+    assert calls == []
+    paged_logits(model, sequences, [[8, 65, 2], [1, 5, 1]])
+    assert calls == [2] * layers
 
 
 def test_hybrids_are_not_quantised_at_load(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,12 +301,19 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
         context_tokens(attends, 0)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
-def test_the_kernels_of_states_are_named(name: str, tiny: Callable[..., LoadedModel]) -> None:
+@pytest.mark.parametrize(
+    ("name", "kernels", "wanted"),
+    [
+        ("granite", True, "transformers' own: 2 layers, one row after the other"),
+        ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
+        ("lfm2", False, "generated tokens: plain torch, all rows together; prompts: transformers' own; 2 layers"),
+    ],
+)
+def test_the_kernels_of_states_are_named(
+    name: str, kernels: bool, wanted: str, tiny: Callable[..., LoadedModel]
+) -> None:
     model_type, fields = HYBRIDS[name]
-    layers = {"qwen3_5": 3, "lfm2": 2}[name]
-    wanted = f"transformers' own: {layers} layers, one row after the other"
-    assert serving_kernels(tiny(model_type, block_size=16, **fields))["states"] == wanted
+    assert serving_kernels(tiny(model_type, block_size=16, kernels=kernels, **fields))["states"] == wanted
 
 
 def test_a_state_that_is_not_carried_over_is_found_at_load(

@@ -1,0 +1,175 @@
+"""Decode steps of models with recurrent states: generated tokens through kernels, and through transformers row by row.
+
+    python -m benchmarks.recurrent_steps [--shape lfm2] [--rows 8 64] [--threads 1] [--json FILE]
+
+One model is loaded, with random weights. Its steps alternate between both ways on the same states; the shortest of each
+are compared, and what their recurrent layers take of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from kvforge.protocol.messages import RowStart, SamplingParams, Step
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.device import open_device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.mixers import BoundMixer
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.runner import ModelRunner
+
+from .report import report
+
+BLOCK_SIZE, PROMPT, WARM = 16, 4, 2
+PLAIN = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 4096, "vocab_size": 8192}
+FULL = "full_attention"
+SHAPES: dict[str, dict[str, Any]] = {  # layers of published models, fewer of them, with a small vocabulary
+    "lfm2": {  # of LFM2-350M
+        **PLAIN,
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "intermediate_size": 4608,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "conv", FULL, "conv", "conv", FULL, "conv", "conv"],
+    },
+}
+
+
+class Decoding:
+    """Rows of one model that decode, each behind a prompt of PROMPT tokens."""
+
+    def __init__(self, model: LoadedModel, rows: int, steps: int) -> None:
+        width = -(-(PROMPT + steps) // BLOCK_SIZE)
+        each = width + model.geometry.state_blocks
+        self.pool = KvPool(model.geometry, rows * each, model.device)
+        table = np.random.default_rng(0).permutation(rows * each).astype(np.int32).reshape(rows, each)
+        self._tables, self._states = table[:, :width].copy(), table[:, width:].copy()
+        self._runner = ModelRunner(model, self.pool, slots_max=rows, step_tokens_max=PROMPT * rows, step_rows_max=rows)
+        self._slots, self._length = np.arange(rows, dtype=np.int32), 0
+        begins = tuple(
+            RowStart(slot=row, request_id=row, sampling=SamplingParams(temperature=0.0), seed=0) for row in range(rows)
+        )
+        tokens = np.random.default_rng(1).integers(3, model.vocab_size, PROMPT * rows).astype(np.int32)
+        self._run(tokens, PROMPT, begins)
+
+    def step(self) -> float:
+        """Return the seconds of one step."""
+        began = time.perf_counter()
+        self._run(np.full(len(self._slots), -1, np.int32), 1, ())
+        return time.perf_counter() - began
+
+    def _run(self, tokens: np.ndarray, count: int, begins: tuple[RowStart, ...]) -> None:
+        one = np.ones_like(self._slots)
+        step = Step(
+            self._length,
+            begins=begins,
+            slots=self._slots,
+            starts=one * self._length,
+            counts=one * count,
+            samples=one,
+            tokens=tokens,
+        )
+        outcome = self._runner.run(step, self._tables, self._states)
+        assert not outcome.errors, outcome.errors
+        self._length += count
+
+
+@contextmanager
+def row_by_row(mixers: list[BoundMixer]) -> Iterator[None]:
+    """Let transformers' modules compute generated tokens."""
+    kept = [mixer.step for mixer in mixers]
+    for mixer in mixers:
+        mixer.step = None
+    try:
+        yield
+    finally:
+        for mixer, step in zip(mixers, kept, strict=True):
+            mixer.step = step
+
+
+@contextmanager
+def timed(spent: list[float]) -> Iterator[None]:
+    """Add up the seconds of recurrent layers in `spent`."""
+    run = BoundMixer.__call__
+
+    def timing(self: BoundMixer, *given: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        try:
+            return run(self, *given)
+        finally:
+            spent[-1] += time.perf_counter() - began
+
+    with patch.object(BoundMixer, "__call__", timing):
+        yield
+
+
+def measure(model: LoadedModel, rows: int, rounds: int) -> dict[str, float]:
+    """Return the shortest step of both ways, and its recurrent layers' part, in milliseconds."""
+    assert model.fused is not None, "the model is not described"
+    mixers = [layer.mixer for layer in model.fused.layers if isinstance(layer.mixer, BoundMixer)]
+    assert all(mixer.step is not None for mixer in mixers), "its steps are not described"
+    decoding = Decoding(model, rows, 2 * (rounds + WARM))
+    found: dict[str, list[tuple[float, float]]] = {"rows": [], "kernels": []}
+    for _ in range(rounds + WARM):
+        for way, times in found.items():
+            spent = [0.0]
+            with timed(spent):
+                if way == "rows":
+                    with row_by_row(mixers):
+                        whole = decoding.step()
+                else:
+                    whole = decoding.step()
+            times.append((1e3 * whole, 1e3 * spent[0]))
+    decoding.pool.close()
+    best = {way: min(times[WARM:]) for way, times in found.items()}
+    return {f"{way}{name}_ms": best[way][place] for way in best for place, name in enumerate(("", "_recurrent"))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="lfm2")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", default=None)
+    arguments = parser.parse_args()
+    device = open_device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+        model = load_model(
+            Path(folder), load_format="dummy", dtype=arguments.dtype, device=device, block_size=BLOCK_SIZE
+        )
+    results = {rows: measure(model, rows, arguments.rounds) for rows in arguments.rows}
+    lines = [
+        [
+            rows,
+            *(round(found[name], 2) for name in ("rows_ms", "rows_recurrent_ms", "kernels_ms", "kernels_recurrent_ms")),
+            f"{found['rows_ms'] / found['kernels_ms']:.2f}",
+        ]
+        for rows, found in results.items()
+    ]
+    header = ["rows", "row by row, ms", "its recurrent layers", "kernels, ms", "its recurrent layers", "ratio"]
+    title = f"Decode steps, {arguments.shape}, {arguments.dtype}, {arguments.threads} thread(s)"
+    report(title, header, lines, results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Steps of layers with recurrent states: kernels and plain torch against a naive loop, and rows among others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvforge.worker.attention.states import StateLayout, StatePages, StateTensor, lines_of
+from kvforge.worker.device.device import Device
+from kvforge.worker.kernels.interface import LayerOperations
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.recurrent import CONVOLUTION, Convolution
+from kvforge.worker.kernels.recurrent_selftest import compare_convolution, scattered
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS: list[dict[str, Any]] = [{"is_gated": True}, {"has_silu": True}, {"has_silu": True, "is_gated": True}]
+
+
+def convolution(channels: int, taps: int, dtype: torch.dtype, biased: bool, **form: Any) -> Convolution:
+    generator = torch.Generator().manual_seed(channels)
+    weight = torch.randn(channels, taps, generator=generator).to(dtype)
+    return Convolution(weight, torch.randn(channels, generator=generator).to(dtype) if biased else None, **form)
+
+
+@pytest.fixture
+def operations(cpu: Device) -> LayerOperations:
+    if cpu.cpu_kernels_problem:
+        pytest.skip(cpu.cpu_kernels_problem)
+    from kvforge.worker.kernels.cpu_operations import CpuOperations
+
+    return CpuOperations(cpu)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_convolution_is_plain_torchs(operations: LayerOperations, dtype: torch.dtype, form: dict[str, Any]) -> None:
+    """Of more channels than a ticket has, and a number that no vector divides."""
+    for channels, taps, rows in ((530, 3, 4), (33, 4, 1)):
+        made = convolution(channels, taps, dtype, biased=rows == 4, **form)
+        assert compare_convolution(operations, made, dtype, rows) == ""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_plain_torch_is_a_naive_convolution(form: dict[str, Any]) -> None:
+    made, generator = convolution(20, 3, torch.float64, biased=True, **form), torch.Generator().manual_seed(3)
+    narrow = replace(made, weight=made.weight.float(), bias=made.bias.float() if made.bias is not None else None)
+    states = scattered(StateTensor(0, CONVOLUTION, (1, 20, 3), torch.float32), 2, generator)
+    state, x = states.read().double(), torch.randn(2, narrow.inputs, generator=generator)
+    parts = x.double().view(2, -1, 20)
+    given = parts[:, 0] * parts[:, 2] if made.is_gated else parts[:, 0]
+    state = torch.cat((state[..., 1:], given[..., None]), dim=2)
+    want = (state * made.weight).sum(2) + made.bias
+    want = torch.nn.functional.silu(want) if made.has_silu else want
+    want = want * parts[:, 1] if made.is_gated else want
+    torch.testing.assert_close(PlainOperations().convolve(x, states, narrow).double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(states.read().double(), state, rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_of_16_bits_is_rounded_behind_the_step(operations: LayerOperations) -> None:
+    made, generator = convolution(40, 3, torch.float32, biased=False), torch.Generator().manual_seed(3)
+    tensor = StateTensor(0, CONVOLUTION, (1, 40, 3), torch.float32, torch.bfloat16)
+    states, x = scattered(tensor, 3, generator), torch.randn(3, 40, generator=generator)
+    before, found = states.memory.clone(), list[torch.Tensor]()
+    for each in (operations, PlainOperations()):
+        states.memory.copy_(before)
+        found += [each.convolve(x, states, made), states.read()]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert torch.equal(found[1][..., -1], x.bfloat16().float())
+
+
+def test_a_state_with_lines_that_pages_cut_is_computed_by_plain_torch(operations: LayerOperations) -> None:
+    tensor = StateTensor(0, CONVOLUTION, (1, 5, 6), torch.float32)
+    layout, made = StateLayout((tensor,), 16), convolution(5, 6, torch.float32, biased=False)
+    assert lines_of(tensor, layout.spans[0]) is None
+    states = StatePages(layout, torch.zeros(20, 16, dtype=torch.uint8)).rows(
+        0, CONVOLUTION, torch.randperm(20)[: layout.pages][None].int()
+    )
+    x = torch.randn(1, 5)
+    assert torch.equal(operations.convolve(x, states, made), x * made.weight[:, -1])
+    assert torch.equal(states.read()[0, :, -1], x[0])

@@ -1,0 +1,112 @@
+"""Self-test of the kernels of steps with recurrent states against plain torch, on the serving device and weights.
+
+States lie in pages that cut them and are scattered among bytes that are NaN in every dtype. See `kernels.selftest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from kvforge.worker.attention.states import ALIGNMENT, StateLayout, StatePages, StateRows, StateTensor
+from kvforge.worker.device.check import require_all_right, require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+
+from .decoder import FusedDecoder
+from .interface import LayerOperations
+from .plain import PlainOperations
+from .recurrent import CONVOLUTION, Convolution
+from .selftest import TOLERANCE
+
+ROWS = (1, 5)
+Advance = Callable[[LayerOperations, slice, StateRows], torch.Tensor]
+
+
+def recurrent_test(fused: FusedDecoder, device: Device) -> None:
+    """Test the steps of the decoder's recurrent layers, each form once.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
+    operations, dtype = fused.operations, fused.table.dtype
+    name = str(dtype).removeprefix("torch.")
+    if isinstance(operations, PlainOperations) and not operations.kernels:
+        return
+    steps = [layer.mixer.step for layer in fused.layers if layer.mixer is not None]
+    convolutions = {_form(each.convolution): each.convolution for each in steps if each is not None}
+    checks: list[Callable[[], None]] = []
+    for convolution in convolutions.values():
+        for rows in ROWS:
+            shape = f"{rows} rows of {'x'.join(map(str, convolution.weight.shape))}, {name}"
+            compare = partial(compare_convolution, operations, convolution, dtype, rows)
+            checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
+    require_all_right(device, checks)
+
+
+def _form(convolution: Convolution) -> tuple[object, ...]:
+    return convolution.weight.shape, convolution.bias is None, convolution.is_gated, convolution.has_silu
+
+
+@torch.inference_mode()
+def compare_convolution(operations: LayerOperations, convolution: Convolution, dtype: torch.dtype, rows: int) -> str:
+    """Return how a convolution differs from plain torch, or a row's bits from those alone; "" if they do not."""
+    weight = convolution.weight
+    generator = torch.Generator(weight.device).manual_seed(rows)
+    x = torch.full((rows + 1, convolution.inputs), float("nan"), dtype=dtype, device=weight.device)
+    x[:rows].normal_(generator=generator)
+    tensor = StateTensor(0, CONVOLUTION, (1, *weight.shape), dtype)
+    return compare_steps(
+        operations,
+        lambda ops, chosen, states: ops.convolve(x[:rows][chosen], states, convolution),
+        scattered(tensor, rows, generator),
+        TOLERANCE[dtype],
+    )
+
+
+def scattered(tensor: StateTensor, rows: int, generator: torch.Generator) -> StateRows:
+    """Return random states of several rows, each in a few scattered pages that divide it unevenly."""
+    page = tensor.nbytes * 2 // 5
+    layout, device = StateLayout((tensor,), max(ALIGNMENT, page + -page % ALIGNMENT)), generator.device
+    memory = torch.full(((rows + 1) * layout.pages, layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+    order = torch.randperm(len(memory), generator=generator, device=device)[: rows * layout.pages]
+    states = StatePages(layout, memory).rows(0, tensor.name, order.view(rows, -1).int())
+    states.write(torch.randn((rows, *tensor.shape[1:]), generator=generator, device=device).to(tensor.dtype))
+    return states
+
+
+def compare_steps(operations: LayerOperations, advance: Advance, states: StateRows, tolerance: float) -> str:
+    """Return how a step differs from plain torch's, or a row's bits from those of the row alone; "" if they do not.
+
+    Args:
+        operations: The operations.
+        advance: Runs the step of some rows with the states of these, and returns its result.
+        states: The states of all rows before the step; as they were afterwards.
+        tolerance: The largest difference, relative to the largest number.
+    """
+    rows, before = len(states.pages), states.memory.clone()
+
+    def run(operations: LayerOperations, chosen: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        part = StateRows(states.memory, states.pages[chosen], states.tensor, states.spans, states.lines)
+        result, state, memory = advance(operations, chosen, part), part.read(), states.memory.clone()
+        states.memory.copy_(before)
+        return result, state, memory
+
+    got, want, last = run(operations, slice(rows)), run(PlainOperations(), slice(rows)), slice(rows - 1, rows)
+    for name, ours, plain in zip(("result", "state"), got, want, strict=False):
+        difference = float((ours.float() - plain.float()).abs().max() / plain.float().abs().max().clamp_min(1e-6))
+        if not difference <= tolerance:
+            return f"its {name} differs from the reference by {difference:.1e} of the largest number"
+    states.write(torch.zeros_like(want[1]))
+    untouched, after = states.memory.clone(), states.memory
+    after.copy_(got[2])
+    states.write(torch.zeros_like(want[1]))
+    if not torch.equal(after, untouched):
+        return "it writes outside the states"
+    after.copy_(before)
+    alone = run(operations, last)
+    if not all(torch.equal(one, other[last]) for one, other in zip(alone[:2], got[:2], strict=True)):
+        return "a row has other bits alone than among others"
+    return ""
