@@ -47,6 +47,21 @@ SHAPES: dict[str, dict[str, Any]] = {  # layers of published models, fewer of th
         "conv_L_cache": 3,
         "layer_types": ["conv", "conv", FULL, "conv", "conv", FULL, "conv", "conv"],
     },
+    "qwen3_5": {  # of a Qwen3.5 of 1024 numbers: 16 states of 128 x 128 in a layer
+        **PLAIN,
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
 }
 
 

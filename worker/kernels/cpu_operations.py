@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows
 from kvforge.worker.cpu.convolution_kernel import CHANNELS_PER_US, convolve
+from kvforge.worker.cpu.delta_kernel import NUMBERS_PER_US as STATE_NUMBERS_PER_US
+from kvforge.worker.cpu.delta_kernel import advance_delta
 from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
 from kvforge.worker.cpu.vector import CODES
@@ -20,7 +24,7 @@ from .layer_weights import Norm
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
-from .recurrent import Convolution
+from .recurrent import Convolution, DeltaInputs, GatedDelta
 from .tiles import Layouts
 
 
@@ -195,6 +199,48 @@ class CpuOperations(PackedOperations):
             state_code=CODES[state.stored],
             gated=int(convolution.is_gated),
             silu=int(convolution.has_silu),
+        )
+        return found
+
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Implement `StateOperations.advance_delta`."""
+        mixed, state, lines = inputs.mixed, states.tensor, states.lines
+        given = (mixed, inputs.gate, inputs.beta, inputs.decay)
+        alike = all(each.dtype == mixed.dtype and each.stride(1) == 1 for each in given)
+        alike &= delta.weight.dtype == mixed.dtype and delta.weight.is_contiguous()
+        if lines is None or not alike or mixed.dtype not in CODES or state.stored not in CODES:
+            return super().advance_delta(inputs, states, delta)
+        rows, heads, size = len(mixed), delta.value_heads, mixed.itemsize
+        found = torch.empty((rows, heads * delta.value_size), dtype=mixed.dtype)
+        head_bytes = delta.key_size * delta.value_size * state.stored.itemsize
+        advance_delta(
+            threads_for(rows * math.prod(delta.state) / STATE_NUMBERS_PER_US),
+            mixed=mixed.data_ptr(),
+            stride=mixed.stride(0) * size,
+            gate=inputs.gate.data_ptr(),
+            gate_stride=inputs.gate.stride(0) * size,
+            beta=inputs.beta.data_ptr(),
+            beta_stride=inputs.beta.stride(0) * size,
+            decay=inputs.decay.data_ptr(),
+            decay_stride=inputs.decay.stride(0) * size,
+            rates=delta.rates.data_ptr(),
+            biases=delta.biases.data_ptr(),
+            weight=delta.weight.data_ptr(),
+            target=found.data_ptr(),
+            rows=rows,
+            heads=heads,
+            groups=delta.groups,
+            key_size=delta.key_size,
+            value_size=delta.value_size,
+            code=CODES[mixed.dtype],
+            memory=states.memory.data_ptr(),
+            page_bytes=states.memory.stride(0),
+            pages=states.pages.data_ptr(),
+            page_count=states.pages.shape[1],
+            lines=lines.data_ptr(),
+            whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
+            state_code=CODES[state.stored],
+            epsilon=delta.epsilon,
         )
         return found
 

@@ -28,7 +28,7 @@ from .norm import add_norm, embed_norm, head_norm
 from .packed_table import look_up
 from .plain import PlainOperations
 from .project import can_project, project
-from .recurrent import Convolution
+from .recurrent import Convolution, DeltaInputs, GatedDelta
 from .rotary import rotary
 from .router_kernel import route
 from .stored import codes_of
@@ -222,6 +222,10 @@ class FusedOperations:
     def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
         """Implement `StateOperations.convolve`."""
         return self._plain.convolve(x, states, convolution)
+
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Implement `StateOperations.advance_delta`."""
+        return self._plain.advance_delta(inputs, states, delta)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad, silu, softplus
 
 from kvforge.worker.attention.reference import rotate
 from kvforge.worker.attention.states import StateRows
@@ -20,7 +20,7 @@ from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
 from .quantised import QuantisedWeight
-from .recurrent import Convolution
+from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
 from .router import route
 from .row_counts import padded
 
@@ -213,6 +213,25 @@ class PlainOperations:
             found = apply_aligned(silu, found)
         return found if gate is None else gate * found
 
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Implement `StateOperations.advance_delta`, row by row, so that every sum has one shape."""
+        state, rows = states.read().float(), []
+        for row in range(len(state)):
+            query, key, value = inputs.mixed[row].split(delta.parts)
+            query, key = (_of_length_1(each, delta) for each in (query, key))
+            query = query / delta.key_size**0.5
+            kept = (delta.rates * softplus(inputs.decay[row].float() + delta.biases)).exp()
+            held = state[row] * kept[:, None, None]
+            missing = value.float().view(delta.value_heads, -1) - (held * key[..., None]).sum(1)
+            missing = missing * inputs.beta[row].sigmoid().float()[:, None]
+            state[row] = held = held + key[..., None] * missing[:, None]
+            found = (held * query[..., None]).sum(1).to(inputs.mixed.dtype)
+            normed = rms_norm(found, delta.weight, delta.epsilon)
+            gate = silu(inputs.gate[row].float()).view(delta.value_heads, -1)
+            rows.append((normed * gate).to(found.dtype).flatten())
+        states.write(state)
+        return torch.stack(rows)
+
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""
 
@@ -247,6 +266,13 @@ def _missing(x: torch.Tensor) -> int:
 def _is_compiled_by_rows(x: torch.Tensor) -> bool:
     """Return whether torch passes a product with x to oneDNN, which caches compiled code: 16 bits on a CPU."""
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def _of_length_1(heads: torch.Tensor, delta: GatedDelta) -> torch.Tensor:
+    """Return queries or keys of length 1 for each head of values, [value heads, key_size] float32."""
+    wide = heads.float().view(delta.key_heads, -1)
+    wide = wide * torch.rsqrt((wide * wide).sum(1, keepdim=True) + SUM_MIN)
+    return wide.repeat_interleave(delta.groups, dim=0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

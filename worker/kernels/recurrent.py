@@ -16,7 +16,8 @@ from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows
 
-CONVOLUTION = "conv 0"  # the name of its state
+CONVOLUTION, RECURRENT = "conv 0", "recurrent 0"  # names of states
+SUM_MIN = 1e-6  # added to the sum of squares of a query or a key, before it is divided by the root
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,78 @@ class Convolution:
         return len(self.weight) * (3 if self.is_gated else 1)
 
 
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated delta rule (arXiv 2412.06464), and the gated norm of its result.
+
+    With a head's state S [key_size, value_size], and q and k of length 1 (q then divided by the root of key_size):
+
+        S = exp(rate * softplus(a + bias)) S
+        S = S + k (sigmoid(b) (v - k^T S))
+        result = weight * norm(q^T S) * silu(gate)
+
+    Several heads of values have the same query and key.
+
+    Attributes:
+        key_heads: Heads of queries and keys.
+        key_size: Numbers of a query or a key.
+        rates: [value heads] float32.
+        biases: [value heads] float32.
+        weight: [value_size], of the norm of a head's result.
+        epsilon: Of this norm.
+    """
+
+    key_heads: int
+    key_size: int
+    rates: torch.Tensor
+    biases: torch.Tensor
+    weight: torch.Tensor
+    epsilon: float
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of values, each with a state."""
+        return len(self.rates)
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value."""
+        return len(self.weight)
+
+    @property
+    def groups(self) -> int:
+        """Value heads with the same query and key, which follow each other."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The shape of the state."""
+        return 1, self.value_heads, self.key_size, self.value_size
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Numbers of all queries, keys and values of a token."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """The inputs of a gated delta rule, one token of each row. All have contiguous rows and one dtype.
+
+    Attributes:
+        mixed: [rows, sum of `GatedDelta.parts`], queries, keys and values.
+        gate: [rows, value heads x value_size].
+        beta: [rows, value heads], b.
+        decay: [rows, value heads], a.
+    """
+
+    mixed: torch.Tensor
+    gate: torch.Tensor
+    beta: torch.Tensor
+    decay: torch.Tensor
+
+
 class StateOperations(Protocol):
     """The operations of steps; a part of `LayerOperations`."""
 
@@ -59,6 +132,18 @@ class StateOperations(Protocol):
             [rows, channels], a new tensor in the dtype of x.
         """
 
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Advance a gated delta rule by one token of each row, and write the states.
+
+        Args:
+            inputs: The inputs.
+            states: The states of all heads.
+            delta: The rule.
+
+        Returns:
+            [rows, value heads x value_size], a new tensor in the dtype of the inputs.
+        """
+
 
 class MixerStep(Protocol):
     """The step of one layer, between the projections of its input and that of its result."""
@@ -66,6 +151,10 @@ class MixerStep(Protocol):
     @property
     def convolution(self) -> Convolution:
         """Its convolution."""
+
+    @property
+    def delta(self) -> GatedDelta | None:
+        """Its gated delta rule; None: it has none."""
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -109,10 +198,12 @@ class ConvolutionStep:
     Attributes:
         convolution: The convolution.
         projection: The name of the projection of its input.
+        delta: None.
     """
 
     convolution: Convolution
     projection: str
+    delta: None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -127,3 +218,41 @@ class ConvolutionStep:
     ) -> torch.Tensor:
         """Implement `MixerStep.run`."""
         return operations.convolve(projected[self.projection], states(CONVOLUTION), self.convolution)
+
+
+@dataclass(frozen=True)
+class DeltaStep:
+    """The step of a layer with a convolution of queries, keys and values and a gated delta rule.
+
+    Attributes:
+        convolution: The convolution.
+        delta: The rule.
+        projections: The names of the projections to queries, keys and values, to the gate, to b and to a. Two names:
+            the first has all but b and a, the second these two, and both are cut by heads of keys (Qwen3-Next).
+    """
+
+    convolution: Convolution
+    delta: GatedDelta
+    projections: tuple[str, ...]
+
+    def run(
+        self,
+        operations: StateOperations,
+        projected: Mapping[str, torch.Tensor],
+        states: Callable[[str], StateRows],
+    ) -> torch.Tensor:
+        """Implement `MixerStep.run`."""
+        given = [projected[name] for name in self.projections]
+        mixed, gate, beta, decay = given if len(given) == 4 else self._by_kind(*given)
+        mixed = operations.convolve(mixed, states(CONVOLUTION), self.convolution)
+        return operations.advance_delta(DeltaInputs(mixed, gate, beta, decay), states(RECURRENT), self.delta)
+
+    def _by_kind(self, numbers: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries, keys and values, the gate, b and a of projections that are cut by heads of keys."""
+        delta, rows = self.delta, len(numbers)
+        values = delta.groups * delta.value_size
+        sizes = [delta.key_size, delta.key_size, values, values]
+        *mixed, gate = numbers.view(rows, delta.key_heads, -1).split(sizes, dim=2)
+        beta, decay = factors.view(rows, delta.key_heads, -1).chunk(2, dim=2)
+        joined = torch.cat([part.reshape(rows, -1) for part in mixed], dim=1)
+        return [joined, *(part.reshape(rows, -1) for part in (gate, beta, decay))]

@@ -17,7 +17,7 @@ from kvforge.worker.device.device import WAY_OUT, Device
 from .decoder import FusedDecoder
 from .interface import LayerOperations
 from .plain import PlainOperations
-from .recurrent import CONVOLUTION, Convolution
+from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
 from .selftest import TOLERANCE
 
 ROWS = (1, 5)
@@ -43,6 +43,12 @@ def recurrent_test(fused: FusedDecoder, device: Device) -> None:
             shape = f"{rows} rows of {'x'.join(map(str, convolution.weight.shape))}, {name}"
             compare = partial(compare_convolution, operations, convolution, dtype, rows)
             checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
+    deltas = {each.delta.state: each.delta for each in steps if each is not None and each.delta is not None}
+    for delta in deltas.values():
+        for rows in ROWS:
+            shape = f"{rows} rows of {'x'.join(map(str, delta.state[1:]))}, {name}"
+            compare = partial(compare_delta, operations, delta, dtype, rows)
+            checks.append(partial(require_right, device, "gated delta", shape, compare, WAY_OUT))
     require_all_right(device, checks)
 
 
@@ -63,6 +69,34 @@ def compare_convolution(operations: LayerOperations, convolution: Convolution, d
         lambda ops, chosen, states: ops.convolve(x[:rows][chosen], states, convolution),
         scattered(tensor, rows, generator),
         TOLERANCE[dtype],
+    )
+
+
+@torch.inference_mode()
+def compare_delta(
+    operations: LayerOperations,
+    delta: GatedDelta,
+    dtype: torch.dtype,
+    rows: int,
+    kept: torch.dtype | None = None,
+) -> str:
+    """Return how a gated delta rule differs from plain torch, or a row's bits from those alone; "" if they do not."""
+    device = delta.weight.device
+    generator = torch.Generator(device).manual_seed(rows)
+
+    def random(width: int) -> torch.Tensor:
+        numbers = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=device)
+        numbers[:rows].normal_(generator=generator)
+        return numbers[:rows]
+
+    heads = delta.value_heads
+    given = [random(width) for width in (sum(delta.parts), delta.parts[2], heads, heads)]
+    tensor = StateTensor(0, RECURRENT, delta.state, torch.float32, kept)
+    return compare_steps(
+        operations,
+        lambda ops, chosen, states: ops.advance_delta(DeltaInputs(*(each[chosen] for each in given)), states, delta),
+        scattered(tensor, rows, generator),
+        TOLERANCE[dtype if kept is None else kept],
     )
 
 

@@ -269,6 +269,7 @@ CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "norm", PlainOperations.norm, _layers),
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
     CpuKernelEntry("kvforge.worker.cpu.convolution_kernel", "convolve", PlainOperations.convolve, _recurrent),
+    CpuKernelEntry("kvforge.worker.cpu.delta_kernel", "advance_delta", PlainOperations.advance_delta, _recurrent),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),

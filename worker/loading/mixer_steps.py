@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvforge.worker.kernels.recurrent import Convolution, ConvolutionStep, MixerStep
+from kvforge.worker.kernels.recurrent import Convolution, ConvolutionStep, DeltaStep, GatedDelta, MixerStep
 
 
 def _convolution(part: Any, *, is_gated: bool = False, has_silu: bool = False) -> Convolution:
@@ -19,14 +19,37 @@ def _convolution(part: Any, *, is_gated: bool = False, has_silu: bool = False) -
     return Convolution(part.weight.detach().squeeze(1), bias, is_gated, has_silu)
 
 
-def _short_convolution(mixer: Any) -> MixerStep:
+def _short_convolution(mixer: Any) -> MixerStep | None:
     return ConvolutionStep(_convolution(mixer.conv, is_gated=True), "in_proj")
 
 
+def _delta(mixer: Any) -> GatedDelta:
+    return GatedDelta(
+        mixer.num_k_heads,
+        mixer.head_k_dim,
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_bias.detach().float(),
+        mixer.norm.weight.detach(),
+        mixer.norm.variance_epsilon,
+    )
+
+
+def _gated_delta(mixer: Any) -> MixerStep | None:
+    if mixer.activation != "silu":
+        return None
+    joined = ("in_proj_qkvz", "in_proj_ba")
+    apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    names = joined if hasattr(mixer, joined[0]) else apart
+    return DeltaStep(_convolution(mixer.conv1d, has_silu=True), _delta(mixer), names)
+
+
 # By the folder in transformers.models and the class of the mixer.
-STEPS: dict[str, Callable[[Any], MixerStep]] = {
+STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
+    "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
+    "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
+    "qwen3_next.Qwen3NextGatedDeltaNet": _gated_delta,
 }
 
 

@@ -12,8 +12,8 @@ from kvforge.worker.attention.states import StateLayout, StatePages, StateTensor
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.interface import LayerOperations
 from kvforge.worker.kernels.plain import PlainOperations
-from kvforge.worker.kernels.recurrent import CONVOLUTION, Convolution
-from kvforge.worker.kernels.recurrent_selftest import compare_convolution, scattered
+from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+from kvforge.worker.kernels.recurrent_selftest import compare_convolution, compare_delta, scattered
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS: list[dict[str, Any]] = [{"is_gated": True}, {"has_silu": True}, {"has_silu": True, "is_gated": True}]
@@ -57,6 +57,57 @@ def test_plain_torch_is_a_naive_convolution(form: dict[str, Any]) -> None:
     want = want * parts[:, 1] if made.is_gated else want
     torch.testing.assert_close(PlainOperations().convolve(x, states, narrow).double(), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(states.read().double(), state, rtol=1e-6, atol=1e-6)
+
+
+def delta_rule(key_heads: int, groups: int, key_size: int, value_size: int, dtype: torch.dtype) -> GatedDelta:
+    generator = torch.Generator().manual_seed(key_size)
+    heads = key_heads * groups
+    rates, biases = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator)
+    weight = torch.randn(value_size, generator=generator).to(dtype)
+    return GatedDelta(key_heads, key_size, rates, biases, weight, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("sizes", "rows", "kept"),
+    [
+        ((1, 1, 16, 80), 3, None),  # two vectors at a time, and one
+        ((2, 2, 20, 37), 5, torch.bfloat16),  # columns one by one
+        ((2, 1, 8, 8), 1, torch.float16),
+    ],
+)
+def test_a_gated_delta_rule_is_plain_torchs(
+    operations: LayerOperations, dtype: torch.dtype, sizes: Any, rows: int, kept: torch.dtype | None
+) -> None:
+    assert compare_delta(operations, delta_rule(*sizes, dtype), dtype, rows, kept) == ""
+
+
+def test_plain_torch_is_transformers_gated_delta_rule() -> None:
+    """Also its norm, whose parts are divided by heads of keys."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    rule, generator = delta_rule(2, 2, 8, 12, torch.float32), torch.Generator().manual_seed(3)
+    states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
+    given = [torch.randn(2, width, generator=generator) for width in (sum(rule.parts), rule.parts[2], 4, 4)]
+    inputs, before = DeltaInputs(*given), states.read()
+    found, state = PlainOperations().advance_delta(inputs, states, rule), states.read()
+    query, key, value = (
+        each.view(2, 1, -1, n) for each, n in zip(given[0].split(rule.parts, 1), (8, 8, 12), strict=True)
+    )
+    want, last = modeling.torch_recurrent_gated_delta_rule(
+        query,
+        key,
+        value,
+        g=(rule.rates * torch.nn.functional.softplus(inputs.decay + rule.biases))[:, None],
+        beta=inputs.beta.sigmoid()[:, None],
+        initial_state=before,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = modeling.Qwen3NextRMSNormGated(12, eps=rule.epsilon)
+    norm.weight.data.copy_(rule.weight)
+    want = norm(want.reshape(-1, 12), inputs.gate.reshape(-1, 12)).detach().view(2, -1)
+    torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_of_16_bits_is_rounded_behind_the_step(operations: LayerOperations) -> None:

@@ -58,7 +58,10 @@ SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
 LATENTS = {"num_key_value_heads": 2, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 48, "v_head_dim": 64}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
 FIELDS = {"deepseek_v3": {**LATENTS, **ROUTED, "first_k_dense_replace": 0}}  # and rotary keys of 64
-RECURRENT = {"kvforge.worker.cpu.convolution_kernel": "lfm2"}  # models with steps that run a kernel
+RECURRENT = {
+    "kvforge.worker.cpu.convolution_kernel": "lfm2",
+    "kvforge.worker.cpu.delta_kernel": "qwen3_5",
+}  # models with steps that run a kernel
 SHAPES_OF_LATENTS = (  # of the portable kernels, and of Hopper's
     AttentionShape(2, 1, 48, AttentionOptions(0.125), latent=32),
     AttentionShape(2, 1, 320, AttentionOptions(0.125), latent=256),

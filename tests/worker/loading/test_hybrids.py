@@ -42,7 +42,7 @@ SCHEDULES = {
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-STEPPING = ("lfm2", "lfm2_moe")  # with kernels for generated tokens
+STEPPING = ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")  # with kernels for generated tokens
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.

@@ -1,0 +1,232 @@
+"""CPU kernel of the gated delta rule: one token of each row, with the states in the pages of the pool.
+
+A ticket is a head of a row, whose state is a matrix [key_size, value_size]. Its columns are advanced a few vectors at a
+time, twice over all lines: to multiply by the key, then to add the correction and multiply by the query. The state is
+written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvforge.worker.cpu.kernel import cpu_kernel, part
+from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, write_any
+from kvforge.worker.cpu.vector import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    LANES,
+    add,
+    divide,
+    exp,
+    fma,
+    loading,
+    multiply,
+    next_ticket,
+    read_double,
+    read_integer,
+    read_integer32,
+    reading_integers,
+    spreading,
+    storing,
+    subtract,
+    total,
+)
+
+NUMBERS_PER_US = 3_000  # of a state, throughput of one thread
+SUM_MIN = 1e-6  # added to the sum of squares of a query or a key
+F = np.float32
+read_10 = reading_integers(10)
+
+
+@part
+def inverse_length(row, code, count):
+    """Return 1 / the length of a vector."""
+    size, squares, at = item_bytes(code), spread(F(0)), 0
+    while at + LANES <= count:
+        x = load_any(row + size * at, code)
+        squares = fma(x, x, squares)
+        at += LANES
+    summed = total(squares)
+    for index in range(at, count):
+        x = read_any(row + size * index, code)
+        summed += x * x
+    return F(1) / F(math.sqrt(summed + F(SUM_MIN)))
+
+
+def memory_of(lanes):
+    """Make load(address, code) and store(address, vector, code) for vectors of this many lanes."""
+    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+
+    @part
+    def load(address, code):
+        if code == FLOAT32:
+            return load_32(address)
+        return load_brain(address) if code == BFLOAT16 else load_16(address)
+
+    @part
+    def store(address, vector, code):
+        if code == FLOAT32:
+            store_32(address, vector)
+        elif code == BFLOAT16:
+            store_brain(address, vector)
+        else:
+            store_16(address, vector)
+
+    return load, store
+
+
+def advancing(lanes):
+    """Make the procedure that advances `lanes` columns of a head's state."""
+    (load, store), spread_out = memory_of(lanes), spreading(lanes)
+
+    @part
+    def line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset):
+        if base != 0:
+            return base + line_bytes * line + offset
+        where = lines + 8 * line
+        page = read_integer32(pages + 4 * read_integer32(where))
+        return memory + page_bytes * page + read_integer32(where + 4) + offset
+
+    @part
+    def advance(
+        query, key, value, target, code, query_scale, key_scale, decay, beta, count, offset,
+        base, lines, memory, page_bytes, pages, line_bytes, state_code,
+    ):  # fmt: skip
+        size, decays = item_bytes(code), spread_out(decay)
+        seen = spread_out(F(0))
+        for line in range(count):
+            at = line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset)
+            factor = spread_out(read_any(key + size * line, code) * key_scale)
+            seen = fma(multiply(load(at, state_code), decays), factor, seen)
+        correction = multiply(subtract(load(value, code), seen), spread_out(beta))
+        found = spread_out(F(0))
+        for line in range(count):
+            at = line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset)
+            factor = spread_out(read_any(key + size * line, code) * key_scale)
+            state = fma(factor, correction, multiply(load(at, state_code), decays))
+            store(at, state, state_code)
+            found = fma(state, spread_out(read_any(query + size * line, code) * query_scale), found)
+        store(target, found, code)
+
+    return advance
+
+
+def gating(lanes):
+    """Make the procedure that normalises and gates `lanes` numbers of a head's result in place."""
+    (load, store), spread_out = memory_of(lanes), spreading(lanes)
+
+    @part
+    def gate(target, given, weight, code, scale):
+        store(target, multiply(load(target, code), spread_out(scale)), code)
+        store(target, multiply(load(weight, code), load(target, code)), code)
+        x = load(given, code)
+        silu = divide(x, add(spread_out(F(1)), exp(subtract(spread_out(F(0)), x))))
+        store(target, multiply(load(target, code), silu), code)
+
+    return gate
+
+
+advance_32, advance_16, advance_1 = advancing(2 * LANES), advancing(LANES), advancing(1)
+gate_16, gate_1 = gating(LANES), gating(1)
+
+
+@part
+def gated_norm(target, given, weight, code, count, epsilon):
+    """Normalise a head's result, multiply it by the weight and by SiLU of the gate."""
+    size, squares, at = item_bytes(code), spread(F(0)), 0
+    while at + LANES <= count:
+        x = load_any(target + size * at, code)
+        squares = fma(x, x, squares)
+        at += LANES
+    summed = total(squares)
+    for index in range(at, count):
+        x = read_any(target + size * index, code)
+        summed += x * x
+    scale, at = F(1) / F(math.sqrt(summed / F(count) + epsilon)), 0
+    while at + LANES <= count:
+        gate_16(target + size * at, given + size * at, weight + size * at, code, scale)
+        at += LANES
+    for index in range(at, count):
+        gate_1(target + size * index, given + size * index, weight + size * index, code, scale)
+
+
+@cpu_kernel(
+    "mixed stride gate gate_stride beta beta_stride decay decay_stride rates biases weight target rows heads groups "
+    "key_size value_size code memory page_bytes pages page_count lines whole state_code epsilon:d"
+)
+def advance_delta(arguments):
+    """Advance the state of each row and head by one token; see `StateOperations.advance_delta`.
+
+    Strides: bytes from one row to the next. rates, biases: [heads] float32. groups: heads with the same query and key.
+    pages: [rows, page_count] int32. lines: see StateRows. whole: whether the lines of each head lie together.
+    """
+    _, _, mixed, stride, gate, gate_stride, beta, beta_stride, decay, decay_stride = read_10(arguments)
+    rates, biases, weight = read_integer(arguments + 80), read_integer(arguments + 88), read_integer(arguments + 96)
+    target, rows, heads = read_integer(arguments + 104), read_integer(arguments + 112), read_integer(arguments + 120)
+    groups, key_size, value_size = (
+        read_integer(arguments + 128),
+        read_integer(arguments + 136),
+        read_integer(arguments + 144),
+    )
+    code, memory, page_bytes = (
+        read_integer(arguments + 152),
+        read_integer(arguments + 160),
+        read_integer(arguments + 168),
+    )
+    pages, page_count, lines = (
+        read_integer(arguments + 176),
+        read_integer(arguments + 184),
+        read_integer(arguments + 192),
+    )
+    whole, state_code = read_integer(arguments + 200), read_integer(arguments + 208)
+    epsilon = F(read_double(arguments + 216))
+    size, state_size, keys = item_bytes(code), item_bytes(state_code), heads // groups
+    line_bytes = state_size * value_size
+    while True:
+        ticket = next_ticket(arguments)
+        if ticket >= rows * heads:
+            return
+        row, head = ticket // heads, ticket % heads
+        own, place = pages + 4 * page_count * row, target + size * value_size * ticket
+        query = mixed + stride * row + size * key_size * (head // groups)
+        key = query + size * key_size * keys
+        value = mixed + stride * row + size * (2 * key_size * keys + value_size * head)
+        query_scale = inverse_length(query, code, key_size) / F(math.sqrt(key_size))
+        key_scale = inverse_length(key, code, key_size)
+        x = read_any(beta + beta_stride * row + size * head, code)
+        write_any(place, F(1.0 / (1.0 + math.exp(-x))), code)
+        factor = read_any(place, code)
+        x = read_any(decay + decay_stride * row + size * head, code) + read_any(biases + 4 * head, FLOAT32)
+        softplus = F(x) if x > F(20) else F(math.log1p(math.exp(float(x))))
+        kept = F(math.exp(float(read_any(rates + 4 * head, FLOAT32) * softplus)))
+        first, base = lines + 8 * key_size * head, 0
+        if whole != 0:
+            page = read_integer32(own + 4 * read_integer32(first))
+            base = memory + page_bytes * page + read_integer32(first + 4)
+        column = 0
+        while column < value_size:
+            left = value_size - column
+            if left >= 2 * LANES:
+                advance_32(
+                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
+                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
+                )  # fmt: skip
+                column += 2 * LANES
+            elif left >= LANES:
+                advance_16(
+                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
+                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
+                )  # fmt: skip
+                column += LANES
+            else:
+                advance_1(
+                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
+                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
+                )  # fmt: skip
+                column += 1
+        given = gate + gate_stride * row + size * value_size * head
+        gated_norm(place, given, weight, code, value_size, epsilon)
