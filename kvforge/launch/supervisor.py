@@ -145,9 +145,9 @@ class Supervisor:
             health = self.client.health()
         except (Unavailable, DeadlineExceeded):
             return None
-        ready = {worker.name for worker in health.workers if worker.state == "ready"}
+        serving = [*_there(self.coordinator), *self._serving(health)]
         for child in self.children:
-            child.served |= child is self.coordinator or self._worker_of.get(child.name) in ready
+            child.served |= child in serving
         return health
 
     def look(self) -> None:
@@ -159,8 +159,21 @@ class Supervisor:
         """Return whether every worker that is not given up is ready to serve."""
         if health is None or not health.ready:
             return False
-        ready = {worker.name for worker in health.workers if worker.state == "ready"}
-        return all(child.given_up or self._worker_of[child.name] in ready for child in self.workers)
+        serving = self._serving(health)
+        return all(child.given_up or child in serving for child in self.workers)
+
+    def serves(self, health: Health | None) -> bool:
+        """Return whether any worker is ready to serve."""
+        return health is not None and health.ready and bool(self._serving(health))
+
+    def _serving(self, health: Health) -> list[Child]:
+        """Return the workers' processes that are ready.
+
+        A coordinator that has just recovered still reports the processes of before as ready, for as long as they
+        may come back. They are not the children of this supervisor if it was started anew.
+        """
+        ready = {(worker.name, worker.pid) for worker in health.workers if worker.state == "ready"}
+        return [child for child in self.workers if (self._worker_of[child.name], child.pid) in ready]
 
     def wait_ready(self, progress: Callable[[Health], None]) -> int:
         """Run turns until all workers serve.

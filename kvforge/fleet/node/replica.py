@@ -106,7 +106,7 @@ class Replica:
         if self._drain_began:
             self._drain(supervisor, health)
             self._send_status(NodeStatus(phase=DRAINING, draining_s=monotonic() - self._drain_began, **fields))
-        elif health is not None and health.ready and self._served:
+        elif self._served and supervisor.serves(health):
             self._send_status(NodeStatus(phase=READY, **fields))
         else:
             reason = health.reason if health is not None else "its coordinator does not answer"
