@@ -162,8 +162,15 @@ class Recipes:
         assert stats.requests.failed_total == 0
 
 
-def run(folder: Path, tokens: int, dtype: str = "float32", thorough: bool = True) -> None:
-    """Run all recipes with the model in `folder`, with a long prompt of `tokens` tokens."""
-    blocks = tokens // BLOCK + 60  # the long prompt fits, and others evict parts of it
-    with Cluster(model=folder, blocks=blocks, coordinator=CONFIG, dtype=dtype) as cluster:
+def run(folder: Path, tokens: int, dtype: str = "float32", thorough: bool = True, room: int = 60) -> None:
+    """Run all recipes with a model.
+
+    Args:
+        folder: The model.
+        tokens: Tokens of a long prompt, which fits, while others evict parts of it.
+        dtype: As in the worker's configuration.
+        thorough: Run each recipe with more lengths, orders and positions.
+        room: Blocks beside those of a long prompt's tokens, for states and checkpoints.
+    """
+    with Cluster(model=folder, blocks=tokens // BLOCK + room, coordinator=CONFIG, dtype=dtype) as cluster:
         Recipes(cluster, cluster.start("w0"), tokens, thorough).all()
