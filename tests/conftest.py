@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import mmap
 import os
 import shutil
 import signal
@@ -30,6 +31,9 @@ settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
 COLLECT_AFTER = 20_000, 10, 10  # new objects; Python's own first number is 700
+GROWTH_BYTES = 512 << 20
+STATM = Path("/proc/self/statm")
+_collected_at = [0]
 # Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
 gc.disable()
 atexit.register(keep_all)
@@ -73,6 +77,21 @@ def pytest_runtestloop() -> None:
     keep_all()
     gc.set_threshold(*COLLECT_AFTER)
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Collect when the process has grown: few objects may hold much memory, and the collector counts objects."""
+    if _resident_bytes() > _collected_at[0] + GROWTH_BYTES:
+        gc.collect()
+        _collected_at[0] = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    """Return this process's memory. Linux only: elsewhere 0."""
+    if not STATM.exists():
+        return 0
+    return int(STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def pytest_unconfigure() -> None:

@@ -35,7 +35,7 @@ FINE = GetStats(rid=1)
 
 
 def boot() -> Boot:
-    return Boot("b" * 32, bytes(32), make_limits())
+    return Boot("b" * 32, bytes(32), make_limits(blocks_max=64))
 
 
 class Written:

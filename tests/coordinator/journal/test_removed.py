@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvforge.coordinator.config import CoordinatorConfig
+from kvforge.coordinator.config import CoordinatorConfig, LimitsSection
 from kvforge.coordinator.core.events import ClientCame
 from kvforge.coordinator.journal.state_folder import LOOK_US, StateFolder
 from kvforge.coordinator.machine_store import MachineStore
@@ -26,7 +26,8 @@ class Lived:
     """A life with clients that arrive one by one."""
 
     def __init__(self, folder: Path) -> None:
-        config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"))
+        limits = LimitsSection(blocks_max=64)  # by default there is room for a million
+        config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"), limits=limits)
         self.life = MachineStore(config, lambda: True)
         self.folder = folder / "s"
         self.clients = len(self.life.machine.clients)

@@ -35,6 +35,7 @@ from tests.coordinator.journal.files import head_of, records_of
 from tools.simulation.digest import state_digest
 
 DEADLINE_S = 60.0
+BLOCKS = 64  # by default there is room for a million
 READY = WorkerReady(rid=2, model=model_info(), blocks=8, bytes_per_block=1, kv_dtype="float32", device="cpu")
 
 
@@ -48,8 +49,11 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-def config(folder: Path, **changed: object) -> CoordinatorConfig:
-    return CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"), **changed)  # type: ignore[arg-type]
+def config(folder: Path, **changed: Any) -> CoordinatorConfig:
+    """Return the configuration with room for few blocks, unless `changed` names another number."""
+    folders = {"runtime_dir": str(folder / "r"), "state_dir": str(folder / "s")}
+    limits = {"blocks_max": BLOCKS, **changed.get("limits", {})}
+    return msgspec.convert({**folders, **changed, "limits": limits}, CoordinatorConfig)
 
 
 class Lived:
@@ -255,12 +259,8 @@ def _fails(*_arguments: object) -> None:
     raise OSError("no room")
 
 
-def _folders(folder: Path) -> dict[str, Any]:
-    return {"runtime_dir": str(folder / "r"), "state_dir": str(folder / "s")}
-
-
 def _journal(folder: Path, **values: float) -> CoordinatorConfig:
-    return msgspec.convert({**_folders(folder), "journal": values}, CoordinatorConfig)
+    return config(folder, journal=values)
 
 
 @pytest.mark.parametrize("on_stop", ["drain", "keep"])
@@ -293,7 +293,7 @@ def test_two_coordinators_do_not_keep_their_state_in_one_folder(folder: Path) ->
 
 def test_other_limits_apply_once_nothing_of_the_old_ones_is_kept(folder: Path) -> None:
     Lived(config(folder)).life.close(ended=False)
-    second = Lived(config(folder, cache=CacheLimits(block_size=32)))
+    second = Lived(config(folder, cache={"block_size": 32}))
     assert second.machine.limits.cache.block_size == 32 and not second.life.again
 
 
@@ -321,7 +321,7 @@ def test_a_setting_that_the_kept_state_fixes_is_refused_by_name(
     first.busy()
     first.life.close(ended=False)
     before = {path.name: path.read_bytes() for path in (folder / "s").iterdir()}
-    other = msgspec.convert({**_folders(folder), section: {name: value}}, CoordinatorConfig)
+    other = config(folder, **{section: {name: value}})
     problem = rf"^{section}\.{name}: is .*live requests: 3.* set it back, .* start with --fresh"
     with pytest.raises(InvalidConfiguration, match=problem):
         Lived(other)
@@ -339,7 +339,7 @@ def test_all_settings_that_differ_are_named(folder: Path) -> None:
     with pytest.raises(
         InvalidConfiguration, match=r"limits\.sequences_max: is 3, .* with 256; cache\.block_size is 32, not 16"
     ):
-        Lived(msgspec.convert({**_folders(folder), **other}, CoordinatorConfig))
+        Lived(config(folder, **other))
 
 
 def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:
