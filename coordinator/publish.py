@@ -40,6 +40,7 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         tables.block_refcount[ids] = blocks.refcount[ids]
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
+        tables.block_kind[ids] = blocks.kind[ids]
         blocks.changed.clear()
     gauges = machine.gauges(now_us, journal)
     tables.write_gauges(gauges)
@@ -57,7 +58,7 @@ def publish_metrics(machine: Machine, metrics: ServiceMetricsWriter, now_us: int
     blocks = tenant_blocks(machine.cache)
     metrics.tenant_blocks[: blocks.size] = blocks
     for number, group in machine.cache.groups.items():
-        metrics.pool(number, pool_row(group), group.step_times)
+        metrics.pool(number, pool_row(machine.cache, group), group.step_times)
     if (facts := machine.news()) is not None:
         metrics.facts(facts)
     metrics.finish(now_us, gauges)

@@ -12,6 +12,7 @@ One file, little-endian, every array aligned to a cache line:
     block_refcount    [blocks] int32
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
+    block_kind        [blocks] int8   what the block holds, a place in BLOCK_KINDS; 0 for a free block
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
     row_states        [slots] int32   used columns of state_table; 0 for a model without a recurrent state
     state_table       [slots, states_per_sequence] int32   global ids of the blocks that hold a sequence's state
@@ -40,11 +41,12 @@ from .errors import InvalidConfiguration
 from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
 STEP_RING_SLOTS, STEP_SLOT_BYTES = 4, 1 << 17
+BLOCK_KINDS = ("kv", "state", "checkpoint", "window")
 
 HEADER = np.dtype(
     [
@@ -101,6 +103,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("block_refcount", "<i4", ("blocks",)),
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
+    ("block_kind", "|i1", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
     ("row_states", "<i4", ("slots",)),
     ("state_table", "<i4", ("slots", "states_per_sequence")),

@@ -53,6 +53,9 @@ POOL_COUNTS = (
     "steps",
     "allocated",
     "freed",
+    "state_blocks",
+    "checkpoint_blocks",
+    "window_blocks",
 )
 
 

@@ -40,6 +40,7 @@ from .service_metrics import (
 TOGETHER_MAX = 4
 GAUGE_VALUES = struct.Struct(f"<{len(GAUGES)}q")
 
+Int8Array = npt.NDArray[np.int8]
 Rows = tuple[Int32Array, Int32Array, Int64Array]
 Copies = tuple[npt.NDArray[np.void], Int32Array, Int64Array]
 
@@ -115,6 +116,7 @@ class TablesWriter:
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
+        self.block_kind: Int8Array = views["block_kind"]
         self.block_table: Int32Array = views["block_table"]
         self.row_states: Int32Array = views["row_states"]
         self.state_table: Int32Array = views["state_table"]
@@ -205,6 +207,7 @@ class TablesReader:
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
+        self.block_kind: Int8Array = views["block_kind"]
         self._step_ring_head, self._step_slots = views["mail_head"], views["mail"]
         self.retries = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from kvforge.protocol.layout import BLOCK_KINDS
 from kvforge.protocol.meters import (
     ACCEPTED,
     ANSWER_SIZE,
@@ -74,6 +75,17 @@ def _blocks(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     ]
 
 
+def _kinds(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    kv, *others = BLOCK_KINDS
+    samples: list[Sample] = []
+    for worker, cells in snapshot.workers():
+        count = dict(zip(POOL_COUNTS, cells.tolist(), strict=False))
+        found = {kind: count[f"{kind}_blocks"] for kind in others}
+        found[kv] = count["blocks"] - count["free"] - sum(found.values())
+        samples += [((worker.name, kind), found[kind]) for kind in BLOCK_KINDS]
+    return samples
+
+
 def _memory(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     return [
         ((worker.name, purpose), size)
@@ -125,6 +137,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tu
     ("sequences", "Sequences, those of requests included.", _one("sequences"), ()),
     ("sequence_tokens", "Tokens of all sequences.", _one("sequence_tokens"), ()),
     ("blocks", "Blocks by state: free, cached, referenced, quarantined.", _blocks, ("worker", "state")),
+    (
+        "blocks_by_kind",
+        "Blocks that are not free, by kind: kv, state (recurrent), checkpoint (of a state), window (KV of layers with "
+        "a sliding window).",
+        _kinds,
+        ("worker", "kind"),
+    ),
     ("tenant_blocks", "Blocks that a tenant is charged for, cached ones included.", _tenant_blocks, _T),
     ("block_bytes", "Bytes of one block.", _block_bytes, _W),
     ("worker_steps_in_flight", "Steps sent to the worker and not yet answered.", _by_worker("steps_in_flight"), _W),

@@ -18,7 +18,7 @@ ENDED = 2
 SHARES = (50, 40, 10)  # rows for waiting, running and ended requests; unused rows go to the others
 POOL = (
     "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
-    "bytes_per_block", "kv_dtype", "live_tokens", "sequences",
+    "bytes_per_block", "kv_dtype", "live_tokens", "sequences", "state_blocks", "checkpoint_blocks", "window_blocks",
 )  # fmt: skip
 Document = dict[str, Any]
 

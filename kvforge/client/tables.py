@@ -15,9 +15,10 @@ from typing import Self
 
 from kvforge.protocol import platforms, transport
 from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
+from kvforge.protocol.layout import BLOCK_KINDS
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
 from kvforge.protocol.service_metrics import ServiceMetrics
-from kvforge.protocol.tables import TablesReader
+from kvforge.protocol.tables import Int8Array, TablesReader
 
 from .deprecated import warn_renamed
 from .sequences import SequenceRef, sequence_id
@@ -47,20 +48,24 @@ class BlockCounts:
         refcount: The number of its holders.
         generation: How often it was recycled.
         owner: The number of the tenant that is charged for it, 0 for none.
+        kind: What it holds: the "kv" of tokens, a part of a recurrent "state" or of a "checkpoint" of one, or the KV of
+            layers with a sliding "window". "kv" for a free block.
     """
 
     refcount: int
     generation: int
     owner: int
+    kind: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockColumns:
-    """All blocks by id, as in `BlockCounts`: [n] int32 each."""
+    """All blocks by id, as in `BlockCounts`: [n] int32 each, kinds [n] int8 as places in BLOCK_KINDS."""
 
     refcount: Int32Array
     generation: Int32Array
     owner: Int32Array
+    kind: Int8Array
 
 
 class Tables:
@@ -247,8 +252,12 @@ class Tables:
         reader, block_id = self._reader, whole("block_id", block_id, -INT64_MAX, INT64_MAX)
         if not 0 <= block_id < reader.geometry.blocks:
             raise BlockNotFound(block_id)
-        counts = (reader.block_refcount, reader.block_generation, reader.block_owner)
-        return BlockCounts(*(int(column[block_id]) for column in counts))
+        return BlockCounts(
+            refcount=int(reader.block_refcount[block_id]),
+            generation=int(reader.block_generation[block_id]),
+            owner=int(reader.block_owner[block_id]),
+            kind=BLOCK_KINDS[reader.block_kind[block_id]],
+        )
 
     def blocks(self, count: int) -> BlockColumns:
         """Return copies of the first `count` blocks, or of as many as the tables have room for.
@@ -256,8 +265,12 @@ class Tables:
         Consistency is as in `block`.
         """
         reader, upto = self._reader, slice(whole("count", count, 0, INT64_MAX))
-        columns = (reader.block_refcount, reader.block_generation, reader.block_owner)
-        return BlockColumns(*(column[upto].copy() for column in columns))
+        return BlockColumns(
+            refcount=reader.block_refcount[upto].copy(),
+            generation=reader.block_generation[upto].copy(),
+            owner=reader.block_owner[upto].copy(),
+            kind=reader.block_kind[upto].copy(),
+        )
 
     def __repr__(self) -> str:
         return f"<Tables of boot {self.boot[:8]}, process {self.pid}>"

@@ -16,6 +16,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
+HEAD = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
+
+
 def run(options: argparse.Namespace) -> int:
     """Print tables, or one JSON document."""
     with parsing.open_client(options) as kv:
@@ -29,8 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 def show(stats: Stats) -> None:
     """Print tables for people: pools (in blocks), requests, tenants."""
-    head = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (
             pool.worker,
             pool.state,
@@ -47,6 +49,11 @@ def show(stats: Stats) -> None:
         )
         for pool in stats.pools
     ]
+    kinds = [(pool.state_blocks, pool.checkpoint_blocks, pool.window_blocks) for pool in stats.pools]
+    head: tuple[str, ...] = HEAD
+    if any(map(any, kinds)):
+        head = (*HEAD, "states", "checkpoints", "windows")
+        rows = [(*row, *more) for row, more in zip(rows, kinds, strict=True)]
     printing.print_table(head, rows) if rows else print("no pools: no worker is ready")
     print()
     requests = stats.requests

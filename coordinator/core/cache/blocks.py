@@ -19,10 +19,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.layout import BLOCK_KINDS
+
 FREE, REFERENCED, QUARANTINED, CACHED = range(4)
 STATE_NAMES = ("free", "referenced", "quarantined", "cached")
-KV, RECURRENT, CHECKPOINT, WINDOW = range(4)
-KIND_NAMES = ("kv", "state", "checkpoint", "window")
+KV, RECURRENT, CHECKPOINT, WINDOW = range(len(BLOCK_KINDS))
 
 BlockIds = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.zeros(0, np.int64)

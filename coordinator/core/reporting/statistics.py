@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.layout import BLOCK_KINDS
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
@@ -67,7 +68,7 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
     pool = group.pool
     states = cache.blocks.state[pool.base : pool.base + pool.count]
     assert int(np.count_nonzero(states == REFERENCED)) == pool.referenced
-    kinds = cache.blocks.kind[pool.base : pool.base + pool.count]
+    kinds = _kinds(cache, group)
     return PoolStats(
         worker=group.name,
         state="ready",
@@ -86,10 +87,20 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
         sequences=int(np.count_nonzero(cache.sequences.pool == group.number)),
         steps=group.steps_total,
         base=pool.base,
-        state_blocks=int(np.count_nonzero(kinds == RECURRENT)),
-        checkpoint_blocks=int(np.count_nonzero(kinds == CHECKPOINT)),
-        window_blocks=int(np.count_nonzero(kinds == WINDOW)),
+        state_blocks=kinds[RECURRENT],
+        checkpoint_blocks=kinds[CHECKPOINT],
+        window_blocks=kinds[WINDOW],
     )
+
+
+def _kinds(cache: KVCacheManager, group: Group) -> list[int]:
+    """Return the blocks of each kind in a pool; zeros if it has a single kind."""
+    pool = group.pool
+    if not pool.mixed:
+        return [0] * len(BLOCK_KINDS)
+    kinds = cache.blocks.kind[pool.base : pool.base + pool.count]
+    counts: list[int] = np.bincount(kinds, minlength=len(BLOCK_KINDS)).tolist()
+    return counts
 
 
 def request_stats(requests: RequestTable, running: int) -> RequestStats:
@@ -195,9 +206,9 @@ def stats_of(
     )
 
 
-def pool_row(group: Group) -> list[int]:
+def pool_row(cache: KVCacheManager, group: Group) -> list[int]:
     """Return the counts of a pool in the order of protocol.meters.POOL_COUNTS."""
-    pool = group.pool
+    pool, kinds = group.pool, _kinds(cache, group)
     return [
         pool.count,
         pool.free,
@@ -209,6 +220,9 @@ def pool_row(group: Group) -> list[int]:
         group.steps_total,
         pool.allocated_total,
         pool.freed_total,
+        kinds[RECURRENT],
+        kinds[CHECKPOINT],
+        kinds[WINDOW],
     ]
 
 

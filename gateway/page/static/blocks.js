@@ -1,4 +1,4 @@
-// The state of every block: reference count, tenant, and the age of its content.
+// The state of every block: reference count, tenant, kind, and the age of its content.
 import { columns } from "./unpack.js";
 
 export const FREE = 0;
@@ -6,6 +6,7 @@ export const CACHED = 1; // or quarantined until a step completes: the tables do
 export const HELD = 2;
 export const SHARED = 3;
 export const STATES = ["free", "cached", "held", "shared"];
+export const KINDS = ["KV of tokens", "recurrent state", "checkpoint of a state", "KV of a window"];
 export const AGE_LIMITS_S = [1, 10, 60, 600, 3600];
 
 const seconds = (age) => 2 ** (age / 16) - 1;
@@ -20,13 +21,14 @@ export class Blocks {
     this.count = count;
     this.holders = new Uint8Array(count);
     this.owners = new Uint16Array(count);
+    this.kinds = new Uint8Array(count);
     this.sinceMs = new Float64Array(count);
   }
 
   // Applies a frame. Returns the changed ids, null if all changed, undefined if the frame does not follow ours.
   async take(frame) {
     if (frame.base !== 0 && frame.base !== this.frame) return undefined;
-    const { ids, holders, owners, ages } = await columns(frame);
+    const { ids, holders, owners, ages, kinds } = await columns(frame);
     if (this.count !== frame.count) this.resize(frame.count);
     const now = performance.now();
     const age = Float64Array.from({ length: 256 }, (_, step) => now - 1000 * seconds(step));
@@ -34,6 +36,7 @@ export class Blocks {
       const block = ids === null ? i : ids[i];
       this.holders[block] = holders[i];
       this.owners[block] = owners[i];
+      this.kinds[block] = kinds[i];
       this.sinceMs[block] = age[ages[i]];
     }
     this.frame = frame.frame;

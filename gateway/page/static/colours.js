@@ -2,6 +2,7 @@
 
 export const TENANT_COLOURS = 8;
 export const AGE_COLOURS = 6;
+export const KIND_COLOURS = ["tenant-1", "tenant-2", "tenant-7", "tenant-3"]; // as blocks.js has KINDS
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let read = new Map();
 

@@ -1,6 +1,6 @@
 // Pools as maps on a canvas, one cell per block, with a readout for pointer and keyboard.
-import { Blocks, CACHED, FREE, STATES } from "./blocks.js";
-import { AGE_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
+import { Blocks, CACHED, FREE, KINDS, STATES } from "./blocks.js";
+import { AGE_COLOURS, KIND_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { bytes, count, duration, many, percent } from "./words.js";
 
@@ -76,9 +76,15 @@ export class Pools {
   count(node, pool) {
     const taken = pool.referenced + pool.quarantined;
     const size = `${bytes(pool.blocks * pool.bytes_per_block)}, ${pool.kv_dtype}`;
+    const kinds = [
+      [pool.state_blocks, "states"],
+      [pool.checkpoint_blocks, "checkpoints"],
+      [pool.window_blocks, "windows"],
+    ];
+    const mixed = kinds.filter(([blocks]) => blocks).map(([blocks, name]) => ` · ${name} ${count(blocks)}`);
     text(
       node.querySelector(".told"),
-      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached · ${size}`,
+      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached${mixed.join("")} · ${size}`,
     );
     const bar = node.querySelector(".bar");
     bar.replaceChildren(
@@ -101,11 +107,13 @@ export class Pools {
         [shade("free"), "free"],
       ],
       age: [...AGE_WORDS.map((words, step) => [shade(`age-${step}`), words]), [shade("free"), "free"]],
+      kind: [...KIND_COLOURS.map((name, kind) => [shade(name), KINDS[kind]]), [shade("free"), "free"]],
     }[this.mode];
     const said = {
       state: "shared: several references; cached: unreferenced, kept for requests with the same prefix",
       tenant: "paler: cached, unreferenced",
       age: "age of a block's content, as far as observed",
+      kind: "what a block holds; paler: cached, unreferenced",
     }[this.mode];
     byId("legend").replaceChildren(
       ...items.map(([background, words]) => el("span", {}, swatch(background), words)),
@@ -117,6 +125,9 @@ export class Pools {
   palette() {
     if (this.mode === "state") return STATES.map((state) => pixel(state));
     if (this.mode === "age") return [...Array(AGE_COLOURS).keys()].map((step) => pixel(`age-${step}`));
+    if (this.mode === "kind") {
+      return [...KIND_COLOURS.map((name) => pixel(name)), ...KIND_COLOURS.map((name) => pixel(name, "card", 0.6))];
+    }
     const shades = [...Array(TENANT_COLOURS).keys()];
     return [...shades.map((at) => pixel(`tenant-${at}`)), ...shades.map((at) => pixel(`tenant-${at}`, "card", 0.6))];
   }
@@ -125,6 +136,7 @@ export class Pools {
     const state = this.blocks.state(block);
     if (this.mode === "state") return state;
     if (this.mode === "age") return this.blocks.ageStep(block);
+    if (this.mode === "kind") return this.blocks.kinds[block] + (state === CACHED ? KIND_COLOURS.length : 0);
     return (this.blocks.owners[block] % TENANT_COLOURS) + (state === CACHED ? TENANT_COLOURS : 0);
   }
 
@@ -289,6 +301,7 @@ class PoolMap {
     const holders = blocks.holders[block];
     const held = state < 2 ? STATES[state] : `held by ${holders === 255 ? "255 or more" : holders}`;
     const facts = [held];
+    if (state !== FREE && blocks.kinds[block]) facts.push(KINDS[blocks.kinds[block]]);
     if (state !== FREE)
       facts.push(`tenant ${tenants.name(blocks.owners[block])}`, `for ${duration(blocks.ageS(block))}`);
     this.readout.replaceChildren(first, ` ${facts.join(" · ")}`);

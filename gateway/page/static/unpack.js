@@ -17,5 +17,6 @@ export async function columns(frame) {
   const holders = new Uint8Array(take(1));
   const owners = new Uint16Array(take(2));
   const ages = new Uint8Array(take(1));
-  return { ids, holders, owners, ages };
+  const kinds = new Uint8Array(take(1));
+  return { ids, holders, owners, ages, kinds };
 }

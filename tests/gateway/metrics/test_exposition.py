@@ -24,6 +24,7 @@ from kvforge.gateway.metrics.snapshot import COUNTER, HISTOGRAM
 from kvforge.gateway.metrics.vllm import VLLM
 from kvforge.gateway.storage import Operation, Result, TenantUsage, Usage
 from kvforge.protocol.errors import NotAllowed, StorageFailed
+from kvforge.protocol.layout import BLOCK_KINDS
 from kvforge.protocol.meters import GAP, HIT, RUNNING, ServiceInfo
 from kvforge.protocol.tables import TablesWriter
 from tests.gateway.metrics.conftest import FACTS, put
@@ -98,6 +99,8 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
     assert [value(found, "kvforge_tenant_blocks", tenant=t) for t in ("other", "a", b)] == [1, 20, 300]
     assert value(found, "kvforge_prefix_hit_tokens_total", tenant="a") == 2 * HIT
     assert [value(found, "kvforge_blocks", worker="w0", state=s) for s in ("free", "quarantined")] == [2, 5]
+    kinds = [value(found, "kvforge_blocks_by_kind", worker="w0", kind=kind) for kind in BLOCK_KINDS]
+    assert kinds == [1 - 2 - (11 + 12 + 13), 11, 12, 13]  # all blocks, without free ones and other kinds
     assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
     assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
     assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0

@@ -26,7 +26,7 @@ class Viewer:
         found = msgspec.json.decode(encoded, type=Frame)
         packed, n, at = zlib.decompress(found.data), found.n, 0
         columns = {}
-        for name, dtype in (("ids", "<u4"), ("holders", "u1"), ("owners", "<u2"), ("ages", "u1")):
+        for name, dtype in (("ids", "<u4"), ("holders", "u1"), ("owners", "<u2"), ("ages", "u1"), ("kinds", "u1")):
             if name != "ids" or found.base:
                 columns[name] = np.frombuffer(packed, dtype, n, at)
                 at += n * np.dtype(dtype).itemsize
@@ -42,7 +42,8 @@ class Viewer:
 
 
 def columns(count: int, refcount: int = 0, owner: int = 0) -> BlockColumns:
-    return BlockColumns(np.full(count, refcount, "i4"), np.zeros(count, "i4"), np.full(count, owner, "i4"))
+    numbers = np.full(count, refcount, "i4"), np.zeros(count, "i4"), np.full(count, owner, "i4")
+    return BlockColumns(*numbers, np.zeros(count, "i1"))
 
 
 LOOK = st.tuples(st.sampled_from(COUNTS), st.integers(0, 1 << 31))
@@ -59,11 +60,13 @@ def test_viewers_that_skip_frames_see_what_is_there(deeds: list[tuple[int, int] 
             count, seed = deed
             rng = np.random.default_rng(seed)
             base = there if there.owner.size == count else columns(count)
-            there = BlockColumns(base.refcount.copy(), base.generation.copy(), base.owner.copy())
+            numbers = base.refcount.copy(), base.generation.copy(), base.owner.copy()
+            there = BlockColumns(*numbers, base.kind.copy())
             some = rng.random(count) < rng.choice([0.05, 0.9])
             there.refcount[some] = rng.integers(0, 400, some.sum())
             there.generation[some] += rng.integers(0, 2, some.sum(), dtype="i4")
             there.owner[some] = rng.integers(0, 70_000, some.sum())
+            there.kind[some] = rng.integers(0, 4, some.sum())
             cells.look(there, float(now_s))
         else:
             viewer = viewers[deed]
@@ -73,6 +76,7 @@ def test_viewers_that_skip_frames_see_what_is_there(deeds: list[tuple[int, int] 
                 viewer.take(news)
                 assert (viewer.cells["holders"] == np.minimum(there.refcount, 255)).all()
                 assert (viewer.cells["owners"] == np.minimum(there.owner, 65_535)).all()
+                assert (viewer.cells["kinds"] == there.kind).all()
 
 
 def test_little_that_changed_is_little_that_is_sent() -> None:

@@ -1,0 +1,56 @@
+"""The kinds of blocks, as the shared tables show them after every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvforge.coordinator.publish import publish
+from kvforge.protocol.layout import BLOCK_KINDS, Geometry
+from kvforge.protocol.meters import POOL_COUNTS
+from kvforge.protocol.tables import TablesReader, TablesWriter
+from tests.coordinator.driver import Driver
+from tests.coordinator.test_states import stateful
+from tests.coordinator.test_windows import windowed
+
+PROMPTS = [[7 * i % 50 + salt for i in range(41)] for salt in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [(stateful, {"kv", "state", "checkpoint"}), (windowed, {"kv", "window"})],
+    ids=["states", "windows"],
+)
+def test_the_tables_name_the_kind_of_every_block(
+    make: Callable[[], tuple[Driver, object]], kinds: set[str], tmp_path: Path
+) -> None:
+    driver, _ = make()
+    cache, bounds = driver.machine.cache, driver.machine.limits.bounds
+    tables = TablesWriter(
+        tmp_path / "tables",
+        Geometry(
+            slots=bounds.sequences_max,
+            blocks=bounds.blocks_max,
+            blocks_per_sequence=bounds.blocks_per_sequence_max,
+            block_size=driver.machine.limits.cache.block_size,
+            states_per_sequence=bounds.state_blocks_max,
+        ),
+        "boot",
+    )
+    reader, seen = TablesReader(tables.path), set()
+    for prompt in (*PROMPTS, PROMPTS[0]):  # the second evicts parts of the first
+        driver.submit(prompt, 6)
+        for _ in range(20):
+            driver.step()
+            publish(driver.machine, tables, driver.now_us)
+            assert np.array_equal(reader.block_kind, cache.blocks.kind)
+            in_use = np.bincount(reader.block_kind[reader.block_owner > 0], minlength=len(BLOCK_KINDS))
+            seen |= {BLOCK_KINDS[kind] for kind in np.flatnonzero(in_use)}
+    (pool,) = (dict(zip(POOL_COUNTS, row, strict=False)) for row in tables.metrics.pools[:1].tolist())
+    assert [pool[f"{kind}_blocks"] for kind in BLOCK_KINDS[1:]] == in_use[1:].tolist()
+    assert pool["blocks"] - pool["free"] == in_use.sum()
+    assert seen == kinds
+    tables.close()
