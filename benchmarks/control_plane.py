@@ -170,6 +170,7 @@ class Shell:
             blocks=limits.bounds.blocks_max,
             blocks_per_sequence=limits.bounds.blocks_per_sequence_max,
             block_size=limits.cache.block_size,
+            states_per_sequence=limits.bounds.state_blocks_max,
         )
         boot, self.journal = Boot("benchmark", b"key", limits), None
         if durability != "none":

@@ -98,6 +98,7 @@ def all_changed(machine: Machine) -> None:
 def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     """Write rows with any change besides a new length, between two markers for readers."""
     parts = s.changed_rows + [rows for rows, _ in s.changed_cells] + [rows for rows, _ in s.changed_rings]
+    parts = list({id(rows): rows for rows in parts}.values())  # rows that grow do so in their table and their ring
     slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
     tables.begin_rows(slots)
     tables.row_length[slots] = s.length[slots].astype(np.int32)  # takes less time than a conversion by the assignment
@@ -107,7 +108,8 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
     for rows, cells in s.changed_rings:
-        tables.state_table[rows, cells] = s.states[rows, cells]
+        at = rows[:, None], cells
+        tables.state_table[at] = s.states[at]
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import WINDOW
 from kvforge.coordinator.core.events import FromWorker, ToWorker
 from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError
@@ -51,6 +52,13 @@ def windowed(blocks: int = 64, window: int = WINDOW_TOKENS, **limits: Any) -> tu
     assert isinstance(worker, WindowWorker)
     worker.window = window
     return driver, worker
+
+
+def lose_windows(pool: BlockPool, key: int) -> None:
+    """Free the cached window blocks of an entry."""
+    gone: list[int] = []
+    pool._drop_window(key, gone)
+    pool._free_evicted(gone)
 
 
 def served(driver: Driver, prompt: list[int], max_tokens: int = 2, **fields: Any) -> int:
@@ -123,9 +131,9 @@ def test_a_hit_needs_window_blocks_for_its_end_only() -> None:
     keys = list(group.pool.windows)
     assert len(keys) == 10
     for key in keys[:6]:
-        group.pool._drop_window(key)
+        lose_windows(group.pool, key)
     assert served(driver, [*PROMPT[:40], 3, 4]) == 40
-    group.pool._drop_window(list(group.pool.windows)[-1])
+    lose_windows(group.pool, list(group.pool.windows)[-1])
     driver.machine.check_invariants()
     assert served(driver, [*PROMPT[:40], 5, 6]) == 36, "the longest prefix with what is in sight at its end"
 
@@ -135,7 +143,7 @@ def test_window_blocks_that_were_computed_again_complete_an_entry() -> None:
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
     for key in list(group.pool.windows):
-        group.pool._drop_window(key)
+        lose_windows(group.pool, key)
     assert served(driver, PROMPT) == 0
     assert served(driver, PROMPT) == 40
 
@@ -155,7 +163,7 @@ def test_window_blocks_of_an_entry_are_copied_before_they_are_written() -> None:
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
     for key in list(group.pool.windows):
-        group.pool._drop_window(key)
+        lose_windows(group.pool, key)
     sequence = driver.create(PROMPT)  # its blocks are not indexed, but its window blocks complete the entries
     driver.submit(sequence_id=sequence, max_tokens=1)
     driver.run_until_idle()

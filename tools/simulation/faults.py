@@ -309,10 +309,10 @@ def refusal_after_the_change() -> list[Patch]:
 def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
-    def evict_one(self: BlockPool, tenant: int) -> None:
+    def evict_one(self: BlockPool, tenant: int, gone: list[int]) -> None:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
-        self._to_free(np.array([block], np.int64))
+        gone.append(block)
 
     return [(BlockPool, "_evict_one", evict_one)]
 

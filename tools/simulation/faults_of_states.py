@@ -104,15 +104,15 @@ def part_of_a_checkpoint_evicted() -> list[Patch]:
     """A checkpoint is evicted block by block."""
     real = BlockPool._evict_with_parts
 
-    def evict(self: BlockPool, block: int) -> None:
+    def evict(self: BlockPool, block: int, gone: list[int]) -> None:
         key = self._checkpoint_of.get(block)
         if key is None or len(self.checkpoints[key]) == 1:
-            real(self, block)
+            real(self, block, gone)
             return
         self.checkpoints[key] = tuple(other for other in self.checkpoints[key] if other != block)
         del self._checkpoint_of[block]
         self.blocks.indexed[block] = False
-        self._free_cached(np.array([block], np.int64))
+        self._uncache((block,), gone)
 
     return [(BlockPool, "_evict_with_parts", evict)]
 

@@ -28,37 +28,39 @@ def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 @fault
 def window_released_a_block_early() -> list[Patch]:
     """Window blocks are released while a token to come sees them."""
-    real = Windows.release_behind
+    real = Windows.out_of_sight
 
-    def release_behind(self: Windows, group: Group, slots: Any) -> None:
+    def out_of_sight(self: Windows, group: Group, slots: Any) -> Any:
         group.window -= self._size
-        real(self, group, slots)
-        group.window += self._size
+        try:
+            return real(self, group, slots)
+        finally:
+            group.window += self._size
 
-    return [(Windows, "release_behind", release_behind)]
+    return [(Windows, "out_of_sight", out_of_sight)]
 
 
 @fault
 def window_released_for_what_is_planned() -> list[Patch]:
     """Window blocks are released behind the tokens that are planned, not behind those that are acknowledged."""
-    real = Windows.release_behind
+    real = Windows.out_of_sight
 
-    def release_behind(self: Windows, group: Group, slots: Any) -> None:
+    def out_of_sight(self: Windows, group: Group, slots: Any) -> Any:
         s, computed = self._sequences, self._sequences.computed
         s.computed = np.where(s.running, s.scheduled, computed)
         try:
-            real(self, group, slots)
+            return real(self, group, slots)
         finally:
             s.computed = computed
 
-    return [(Windows, "release_behind", release_behind)]
+    return [(Windows, "out_of_sight", out_of_sight)]
 
 
 @fault
 def windows_never_released() -> list[Patch]:
     """Window blocks stay until the sequence ends."""
 
-    def release_behind(self: Windows, group: Group, slots: Any) -> None:
+    def release_behind(self: Windows, group: Group, slots: Any, first: Any) -> None:
         pass
 
     return [(Windows, "release_behind", release_behind)]
@@ -178,9 +180,9 @@ def windows_outlive_their_block() -> list[Patch]:
     """The entry of a block is removed, and the window blocks that hang on it stay."""
     real = BlockPool._remove_entry
 
-    def remove_entry(self: BlockPool, block: int) -> None:
+    def remove_entry(self: BlockPool, block: int, gone: list[int]) -> None:
         kept, self.windows = self.windows, {}
-        real(self, block)
+        real(self, block, gone)
         self.windows = kept
 
     return [(BlockPool, "_remove_entry", remove_entry)]
@@ -191,15 +193,15 @@ def part_of_a_window_evicted() -> list[Patch]:
     """Window blocks of one block are evicted one by one."""
     real = BlockPool._evict_with_parts
 
-    def evict(self: BlockPool, block: int) -> None:
+    def evict(self: BlockPool, block: int, gone: list[int]) -> None:
         key = self._window_of.get(block)
         if key is None or len(self.windows[key]) == 1:
-            real(self, block)
+            real(self, block, gone)
             return
         self.windows[key] = tuple(other for other in self.windows[key] if other != block)
         del self._window_of[block]
         self.blocks.indexed[block] = False
-        self._free_cached(np.array([block], np.int64))
+        self._uncache((block,), gone)
 
     return [(BlockPool, "_evict_with_parts", evict)]
 

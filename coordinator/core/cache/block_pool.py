@@ -12,7 +12,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from ..clock import Clock
 from ..waits import Waits, blocks_of
-from .blocks import CACHED, CHECKPOINT, FREE, KV, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
+from .blocks import CACHED, CHECKPOINT, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
 from .hashing import Hashes
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
@@ -129,10 +129,8 @@ class BlockPool:
         if self._tenants.has_quotas:
             self.make_room_within_ceiling(tenant, count)
             kept = self._tenants.kept_for_others(tenant, self.usage)
-        while self.free < count + kept:
-            self._evict_one(self._lru_tenant(tenant))
-            if self.mixed:  # a checkpoint goes as a whole, which may reach into its tenant's floor
-                kept = self._tenants.kept_for_others(tenant, self.usage)
+        if self.free < count + kept:
+            self._make_room(tenant, count, kept)
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
         blocks = self.blocks
@@ -150,11 +148,28 @@ class BlockPool:
         blocks.changed.append(ids)
         return ids
 
+    def _make_room(self, tenant: int, count: int, kept: int) -> None:
+        """Evict cached blocks until `count` are free for a tenant beside the `kept` ones of others' floors."""
+        gone: list[int] = []
+        if not self._tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
+            missing = count - self.free
+            while len(gone) < missing:
+                self._evict_one(self._lru_tenant(tenant), gone)
+            self._free_evicted(gone)
+            return
+        while self.free < count + kept:
+            self._evict_one(self._lru_tenant(tenant), gone)
+            self._free_evicted(gone)
+            if self.mixed:  # a checkpoint goes as a whole, which may reach into its tenant's floor
+                kept = self._tenants.kept_for_others(tenant, self.usage)
+
     def make_room_within_ceiling(self, tenant: int, count: int) -> None:
         """Evict cached blocks of a tenant until `count` more blocks fit under its ceiling. It has enough to evict."""
         if self._tenants.has_quotas:
+            gone: list[int] = []
             while self.usage[tenant] + count > self._tenants.ceiling[tenant]:
-                self._evict_one(tenant)
+                self._evict_one(tenant, gone)
+                self._free_evicted(gone)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
         """Build the error that explains why `tenant` cannot have `count` blocks out of `supply`."""
@@ -175,23 +190,45 @@ class BlockPool:
                 best, best_stamp = tenant, stamp
         return best
 
-    def _evict_one(self, tenant: int) -> None:
+    def _evict_one(self, tenant: int, gone: list[int]) -> None:
+        """Evict a tenant's least recently used block, and what goes with it.
+
+        Args:
+            tenant: The tenant.
+            gone: Takes the blocks that are to become free; see `_free_evicted`.
+        """
         if self.checkpoints or self.windows:
-            self._evict_with_parts(next(iter(self._lru[tenant])))
+            self._evict_with_parts(next(iter(self._lru[tenant])), gone)
             return
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self.index.remove(block)
-        self._to_free(np.array([block], np.int64))
+        gone.append(block)
 
-    def _evict_with_parts(self, block: int) -> None:
+    def _evict_with_parts(self, block: int, gone: list[int]) -> None:
         """Evict a cached block with what hangs on it, or the checkpoint or window blocks that it is a part of."""
         if (key := self._checkpoint_of.get(block)) is not None:
-            self._drop_checkpoint(key)
+            self._drop_checkpoint(key, gone)
         elif (key := self._window_of.get(block)) is not None:
-            self._drop_window(key)
+            self._drop_window(key, gone)
         else:
-            self.unindex(block)
+            self._remove_entry(block, gone)
+            self._uncache((block,), gone)
+
+    def _uncache(self, blocks: tuple[int, ...], gone: list[int]) -> None:
+        """Add the cached ones of blocks, which are no longer in the index, to those that are to become free."""
+        owners, before = self.blocks.owner, len(gone)
+        for block in reversed(blocks):
+            entries = self._lru.get(owners.item(block))
+            if entries and entries.pop(block, None) is not None:
+                gone.append(block)
+        self.cached -= len(gone) - before
+
+    def _free_evicted(self, gone: list[int]) -> None:
+        """Free blocks that left the index and the lists of cached ones, and clear `gone`. The last is reused first."""
+        ids = np.array(gone[::-1], np.int64)
+        gone.clear()
+        self._to_free(ids)
 
     def _charge(self, tenant: int, count: int) -> None:
         usage, now_us = self.usage.item(tenant), self._clock.now_us
@@ -210,8 +247,10 @@ class BlockPool:
 
     def forget_tenant(self, tenant: int) -> None:
         """Clear a tenant, because its index will be reused: evict its cached blocks and reset its usage."""
+        gone: list[int] = []
         while self._lru.get(tenant):
-            self._evict_one(tenant)
+            self._evict_one(tenant, gone)
+        self._free_evicted(gone)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
         self._usage_block_us[tenant] = 0
         if self.zeroing is not None:
@@ -308,21 +347,35 @@ class BlockPool:
         if not ids.size:
             return
         indexed = self.blocks.indexed[ids]
-        if np.count_nonzero(indexed):
-            kept = ids[indexed]
+        if count := int(np.count_nonzero(indexed)):
+            kept = ids[indexed] if count < ids.size else ids
             self.blocks.state[kept] = CACHED
-            self.cached += kept.size
-            last = kept[::-1]
-            for block, owner in zip(last.tolist(), self.blocks.owner[last].tolist(), strict=True):
-                if self.checkpoints:
-                    self._refresh_checkpoint(self.index.key(block))
-                self._stamp += 1
-                if (entries := self._lru.get(owner)) is None:
-                    entries = self._lru[owner] = OrderedDict()
-                entries[block] = self._stamp
-            ids = ids[~indexed]
+            self.cached += count
+            self._make_recent(kept[::-1])
+            ids = ids[~indexed] if count < ids.size else NO_BLOCKS
         self._to_free(ids)
         self._waits.wake(self._gain)
+
+    def _make_recent(self, ids: BlockIds) -> None:
+        """Add cached blocks, [n > 0], to the lists of their tenants, each as more recently used than the one before."""
+        owners = self.blocks.owner[ids]
+        keys = self.index.keys(ids).tolist() if self.checkpoints else ()
+        if np.count_nonzero(owners == owners[0]) == ids.size and self.checkpoints.keys().isdisjoint(keys):
+            stamps = range(self._stamp + 1, self._stamp + 1 + ids.size)
+            self._stamp += ids.size
+            self._recent_of(owners.item(0)).update(zip(ids.tolist(), stamps, strict=True))
+            return
+        for place, (block, owner) in enumerate(zip(ids.tolist(), owners.tolist(), strict=True)):
+            if keys:
+                self._refresh_checkpoint(keys[place])
+            self._stamp += 1
+            self._recent_of(owner)[block] = self._stamp
+
+    def _recent_of(self, tenant: int) -> OrderedDict[int, int]:
+        """Return the cached blocks of a tenant with the times of their last use, the oldest first."""
+        if (entries := self._lru.get(tenant)) is None:
+            entries = self._lru[tenant] = OrderedDict()
+        return entries
 
     def _to_free(self, ids: BlockIds) -> None:
         if not ids.size:
@@ -362,7 +415,9 @@ class BlockPool:
                 return index.key(old)
             self.unindex(old)
         if self.blocks.indexed[block]:
-            self._remove_entry(block)
+            gone: list[int] = []
+            self._remove_entry(block, gone)
+            self._free_evicted(gone)
         return index.add(block, parent, value, tokens)
 
     def index_each(
@@ -401,24 +456,18 @@ class BlockPool:
 
     def unindex(self, block: int) -> None:
         """Remove a block from the prefix index. A block without holders becomes free."""
-        self._remove_entry(block)
-        self._free_cached(np.array([block], np.int64))
+        gone: list[int] = []
+        self._remove_entry(block, gone)
+        self._uncache((block,), gone)
+        self._free_evicted(gone)
 
-    def _remove_entry(self, block: int) -> None:
+    def _remove_entry(self, block: int, gone: list[int]) -> None:
         """Remove a block from the prefix index, with the checkpoint and the window blocks that hang on its entry."""
         self.index.remove(block)
         if self.checkpoints and (key := self.index.key(block)) in self.checkpoints:
-            self._drop_checkpoint(key)
+            self._drop_checkpoint(key, gone)
         if self.windows and (key := self.index.key(block)) in self.windows:
-            self._drop_window(key)
-
-    def _free_cached(self, ids: BlockIds) -> None:
-        """Free the cached ones of blocks, [n], that are no longer in the index."""
-        ids = ids[self.blocks.state[ids] == CACHED]
-        for block, owner in zip(ids.tolist(), self.blocks.owner[ids].tolist(), strict=True):
-            del self._lru[owner][block]
-        self.cached -= ids.size
-        self._to_free(ids)
+            self._drop_window(key, gone)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
@@ -429,14 +478,13 @@ class BlockPool:
         self._checkpoint_of.update(dict.fromkeys(blocks, key))
         self.blocks.indexed[np.array(blocks, np.int64)] = True
 
-    def _drop_checkpoint(self, key: int) -> None:
+    def _drop_checkpoint(self, key: int, gone: list[int]) -> None:
         """Remove a checkpoint. Its blocks become free when they have no holders."""
         blocks = self.checkpoints.pop(key)
         for block in blocks:
             del self._checkpoint_of[block]
-        ids = np.array(blocks, np.int64)
-        self.blocks.indexed[ids] = False
-        self._free_cached(ids)
+        self.blocks.indexed[list(blocks)] = False
+        self._uncache(blocks, gone)
 
     def _refresh_checkpoint(self, key: int) -> None:
         """Make a checkpoint the most recently used item if it is cached: just before the KV block that it hangs on."""
@@ -457,6 +505,14 @@ class BlockPool:
             ids: The window blocks of each, [n, window_pages].
         """
         windows, key_of = self.windows, self._window_of
+        if windows.keys().isdisjoint(keys) and key_of.keys().isdisjoint(ids[:, 0].tolist()):
+            parts = dict(zip(keys, map(tuple, ids.tolist()), strict=True))
+            whole = dict(zip(ids.reshape(-1).tolist(), np.repeat(keys, ids.shape[1]).tolist(), strict=True))
+            if len(parts) == len(keys) and len(whole) == ids.size:  # nearly always: no two rows have the same block
+                windows.update(parts)
+                key_of.update(whole)
+                self.blocks.indexed[ids] = True
+                return
         added: list[int] = []
         for place, (key, blocks) in enumerate(zip(keys, ids.tolist(), strict=True)):
             if key not in windows and blocks[0] not in key_of:
@@ -466,14 +522,13 @@ class BlockPool:
                 added.append(place)
         self.blocks.indexed[ids[added]] = True
 
-    def _drop_window(self, key: int) -> None:
+    def _drop_window(self, key: int, gone: list[int]) -> None:
         """Remove the window blocks of an entry from the index. They become free when they have no holders."""
         blocks = self.windows.pop(key)
         for block in blocks:
             del self._window_of[block]
-        ids = np.array(blocks, np.int64)
-        self.blocks.indexed[ids] = False
-        self._free_cached(ids)
+        self.blocks.indexed[list(blocks)] = False
+        self._uncache(blocks, gone)
 
     # ------------------------------------------------------------------------------------------------- invariants
 

@@ -13,6 +13,7 @@ only when no step reads it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from .blocks import NO_BLOCKS, WINDOW, BlockIds, Blocks
 from .groups import Group
-from .sequences import NO_SLOTS, Sequences, Slots
+from .sequences import NO_SLOTS, ONE, Sequences, Slots
 
 NO_CELLS = (NO_SLOTS, NO_SLOTS)
 
@@ -96,8 +97,8 @@ class Windows:
 
     def columns(self, group: Group, numbers: Slots) -> Slots:
         """Return the columns of blocks of a sequence in the table of states: [n] numbers, [n, window_pages] columns."""
-        places = numbers % group.window_blocks * group.window_pages + group.state_blocks
-        columns: Slots = places[:, None] + np.arange(group.window_pages)
+        ring, places = _ring(group.state_blocks, group.window_blocks, group.window_pages)
+        columns: Slots = ring[numbers % places]
         return columns
 
     def between(self, group: Group, slot: int, first: int, end: int) -> BlockIds:
@@ -183,11 +184,10 @@ class Windows:
             ids: Their window blocks, [n * window_pages].
         """
         s = self._sequences
-        columns = self.columns(group, numbers).reshape(-1)
-        rows = np.repeat(slots, group.window_pages)
-        s.states[rows, columns] = ids
+        columns = self.columns(group, numbers)
+        s.states[slots[:, None], columns] = ids.reshape(columns.shape)
         self._blocks.kind[ids] = WINDOW
-        s.changed_rings.append((rows, columns))
+        s.changed_rings.append((slots, columns))
 
     def begin(self, group: Group, slot: int, first: int, shared: BlockIds, fresh: BlockIds) -> None:
         """Give a sequence that moves in its window blocks, which it holds already.
@@ -224,10 +224,9 @@ class Windows:
     def extend(self, group: Group, slots: Slots, more: Slots, fresh: BlockIds) -> None:
         """Add fresh window blocks for more[i] further blocks of slots[i]: [n], [n], [sum(more) * window_pages]."""
         s = self._sequences
-        rows = np.repeat(slots, more)
-        numbers = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.window_end[rows]
-        self.put(group, rows, numbers, fresh)
-        s.window_end[slots] += more
+        end = s.window_end[slots]
+        self.put(group, *_consecutive(slots, more, end), fresh)
+        s.window_end[slots] = end + more
 
     def unwritable(self, slots: Slots, start: Slots, end: Slots | None) -> tuple[Slots, Slots]:
         """Find blocks with window blocks that must not be written; arguments and result as in `BlockTables`."""
@@ -237,8 +236,7 @@ class Windows:
         widths = np.maximum(np.minimum(high, s.window_end[slots]) - low, 0)
         if not np.count_nonzero(widths):
             return NO_CELLS
-        rows = np.repeat(np.arange(slots.size), widths)
-        numbers = np.arange(rows.size) - np.repeat(np.cumsum(widths) - widths, widths) + low[rows]
+        rows, numbers = _consecutive(np.arange(slots.size), widths, low)
         bad = np.zeros(rows.size, np.bool_)
         pools = s.pool[slots[rows]]
         for number in set(pools.tolist()):
@@ -253,30 +251,50 @@ class Windows:
         held: npt.NDArray[np.bool_] = (s.window_first[slots] <= columns) & (columns < s.window_end[slots])
         return held
 
-    def behind(self, group: Group, slots: Slots) -> bool:
-        """Return whether a block can be released that is full and not indexed yet."""
-        s = self._sequences
-        first = np.maximum(s.computed[slots] - group.window, 0) // self._size
-        return bool(np.count_nonzero((first > s.window_first[slots]) & (first > s.hashed[slots])))
+    def out_of_sight(self, group: Group, slots: Slots) -> tuple[Slots, Slots]:
+        """Return the sequences that hold window blocks behind what their acknowledged tokens leave in sight.
 
-    def release_behind(self, group: Group, slots: Slots) -> None:
-        """Release what no token to come can see, once the KV of further tokens is acknowledged.
+        Most turns find none, or few of many rows.
 
-        Steps in flight begin behind these tokens, and do not see it either.
+        Args:
+            group: The group.
+            slots: Sequences of which a step was acknowledged, [n]. They may have left the group meanwhile.
+
+        Returns:
+            Slots, [m], and the first block that each must hold, [m].
         """
         s = self._sequences
-        first = np.maximum(s.computed[slots] - group.window, 0) // self._size
-        counts = first - s.window_first[slots]
-        due = (counts > 0) & (s.window_end[slots] > 0) & (s.pool[slots] == group.number)
-        if not np.count_nonzero(due):
-            return
-        slots, counts, first = slots[due], counts[due], first[due]
-        rows = np.repeat(slots, counts)
-        numbers = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts) + s.window_first[rows]
+        size = _number(self._size)
+        behind = s.computed[slots] - s.window_first[slots] * size
+        (at,) = (behind >= _number(group.window + self._size)).nonzero()
+        if not at.size:
+            return NO_CELLS
+        slots = slots[at]
+        held = (s.window_end[slots] > 0) & (s.pool[slots] == group.number)
+        if np.count_nonzero(held) < held.size:
+            slots = slots[held]
+        return slots, (s.computed[slots] - _number(group.window)) // size
+
+    def unindexed(self, slots: Slots, first: Slots) -> bool:
+        """Return whether a block before `first` of its sequence, [n] each, is full and not indexed yet."""
+        return bool(np.count_nonzero(first > self._sequences.hashed[slots]))
+
+    def release_behind(self, group: Group, slots: Slots, first: Slots) -> None:
+        """Release what no token to come can see. Steps in flight begin behind these tokens, and do not see it either.
+
+        Args:
+            group: The group of all.
+            slots: Distinct slots, [n].
+            first: The first block that each must hold, [n]: after the first that it holds.
+        """
+        s = self._sequences
+        before = s.window_first[slots]
+        rows, numbers = _consecutive(slots, first - before, before)
         ids = s.states[rows[:, None], self.columns(group, numbers)].astype(np.int64)
         s.window_first[slots] = first
-        if np.unique(ids).size == ids.size:
-            group.release(ids.reshape(-1), 0)
+        flat = ids.reshape(-1)
+        if not np.count_nonzero(self._blocks.refcount[flat] > ONE) or np.unique(flat).size == flat.size:
+            group.release(flat, 0)
             return
         for slot in slots.tolist():  # forks share them
             group.release(ids[rows == slot].reshape(-1), 0)
@@ -314,3 +332,26 @@ class Windows:
             assert end >= s.blocks_for(int(s.scheduled[slot])), "KV is written without window blocks"
             assert len(set(ids.tolist())) == ids.size, "a window block is twice in one ring"
             assert (self._blocks.kind[ids] == WINDOW).all(), "a ring names a block of another kind"
+
+
+@lru_cache(maxsize=64)
+def _ring(before: int, blocks: int, pages: int) -> tuple[Slots, Slots]:
+    """Return the columns of a ring's places behind `before` others, [blocks, pages], and `blocks` as an array."""
+    ring: Slots = np.arange(before, before + blocks * pages).reshape(blocks, pages)
+    ring.setflags(write=False)
+    return ring, np.array(blocks)
+
+
+@lru_cache(maxsize=64)
+def _number(value: int) -> Slots:
+    """Return a number as an array without axes, which numpy adds to a small array in half the time."""
+    return np.array(value)
+
+
+def _consecutive(rows: Slots, counts: Slots, first: Slots) -> tuple[Slots, Slots]:
+    """Return counts[i] times rows[i], and as many consecutive numbers from first[i]: [n] each, [sum(counts)] twice."""
+    if np.count_nonzero(counts == ONE) == counts.size:  # decodes
+        return rows, first
+    repeated = np.repeat(rows, counts)
+    numbers = np.arange(repeated.size) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return repeated, numbers

@@ -13,7 +13,7 @@ from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
 from ..cache.groups import Group, SampledRows, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.sequences import GENERATED_MARK, ONE, ONE_32, Slots
+from ..cache.sequences import GENERATED_MARK, NO_SLOTS, ONE, ONE_32, Slots
 from ..deadlines import TRIAL
 from ..requests.prompt_logprobs import ScoredTokens
 from ..requests.request import Request
@@ -95,17 +95,19 @@ class StepResults:
         if group.forming:
             self._cache.checkpoints.computed(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
-        windows = self._cache.windows if group.window_pages else None
+        windows, leaving, first = self._cache.windows, NO_SLOTS, NO_SLOTS
+        if group.window_pages:
+            leaving, first = windows.out_of_sight(group, slots)
         if (
             not sent.decodes
             or not group.sent
             or sent.step_id % INDEX_STEPS == 0
-            or (windows is not None and windows.behind(group, slots))
+            or (leaving.size and windows.unindexed(leaving, first))
         ):
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
-        if windows is not None:
-            windows.release_behind(group, slots)
+        if leaving.size:
+            windows.release_behind(group, leaving, first)
         if group.forming:
             self._cache.checkpoints.settle(group)
         if s.quarantine:
