@@ -21,7 +21,6 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns
 
 import numpy as np
 from msgspec import structs
@@ -156,7 +155,9 @@ class Coordinator:
         self._shell.close()
 
 
-def measure(names: list[str], sequences: int, steps: int) -> tuple[dict[str, list[float]], dict[str, list[list[turn_calls.Call]]]]:
+def measure(
+    names: list[str], sequences: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[turn_calls.Call]]]]:
     """Return microseconds of each turn, and the calls of further turns, by kinds."""
     taken: dict[str, list[float]] = {name: [] for name in names}
     calls: dict[str, list[list[turn_calls.Call]]] = {name: [] for name in names}

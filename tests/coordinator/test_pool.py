@@ -57,6 +57,19 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+def test_blocks_with_one_holder_each_are_released_together() -> None:
+    pool = new_pool(6)
+    blocks = pool.allocate(1, 6)
+    pool.hold(blocks[:1])
+    before = digest(pool)
+    assert not pool.release_sole(blocks[:2])
+    assert not pool.release_sole(blocks[[0, 0, 1]]), "each of its holders names it"
+    assert digest(pool) == before
+    assert pool.release_sole(blocks[1:])
+    assert (pool.free, pool.referenced) == (5, 1)
+    pool.check_invariants()
+
+
 # behaviour 5
 def test_a_fresh_pool_is_all_free() -> None:
     pool = new_pool(5, base=3)

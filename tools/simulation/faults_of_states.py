@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from kvforge.coordinator.core.cache import states
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.checkpoints import Checkpoints

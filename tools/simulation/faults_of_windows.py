@@ -60,7 +60,7 @@ def window_released_for_what_is_planned() -> list[Patch]:
 def windows_never_released() -> list[Patch]:
     """Window blocks stay until the sequence ends."""
 
-    def release_behind(self: Windows, group: Group, slots: Any, first: Any) -> None:
+    def release_behind(self: Windows, group: Group, slots: Any, numbers: Any) -> None:
         pass
 
     return [(Windows, "release_behind", release_behind)]

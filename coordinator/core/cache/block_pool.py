@@ -19,6 +19,8 @@ from .supply import NO_SPARE, Spare, Supply
 from .tenants import Tenants
 from .zeroing import Zeroing
 
+_ONE = np.array(1, np.int32)  # see `sequences.ONE`
+
 
 class BlockPool:
     """The blocks of one worker: [base, base + count). All ids are global.
@@ -152,9 +154,9 @@ class BlockPool:
         """Evict cached blocks until `count` are free for a tenant beside the `kept` ones of others' floors."""
         gone: list[int] = []
         if not self._tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
-            missing = count - self.free
+            missing, owners = count - self.free, [owner for owner, entries in self._lru.items() if entries]
             while len(gone) < missing:
-                self._evict_one(self._lru_tenant(tenant), gone)
+                self._evict_one(owners[0] if len(owners) == 1 else self._lru_tenant(tenant), gone)
             self._free_evicted(gone)
             return
         while self.free < count + kept:
@@ -216,19 +218,26 @@ class BlockPool:
             self._uncache((block,), gone)
 
     def _uncache(self, blocks: tuple[int, ...], gone: list[int]) -> None:
-        """Add the cached ones of blocks, which are no longer in the index, to those that are to become free."""
-        owners, before = self.blocks.owner, len(gone)
+        """Add blocks that leave the index, all cached or all held, to those that are to become free if they are cached.
+
+        Those that are held lose their mark of an indexed block at once, the others in `_free_evicted`.
+        """
+        if self.blocks.state.item(blocks[0]) != CACHED:
+            self.blocks.indexed[list(blocks)] = False
+            return
+        owners = self.blocks.owner
         for block in reversed(blocks):
-            entries = self._lru.get(owners.item(block))
-            if entries and entries.pop(block, None) is not None:
-                gone.append(block)
-        self.cached -= len(gone) - before
+            del self._lru[owners.item(block)][block]
+            gone.append(block)
+        self.cached -= len(blocks)
 
     def _free_evicted(self, gone: list[int]) -> None:
         """Free blocks that left the index and the lists of cached ones, and clear `gone`. The last is reused first."""
-        ids = np.array(gone[::-1], np.int64)
-        gone.clear()
-        self._to_free(ids)
+        if gone:
+            ids = np.array(gone[::-1], np.int64)
+            gone.clear()
+            self.blocks.indexed[ids] = False
+            self._to_free(ids)
 
     def _charge(self, tenant: int, count: int) -> None:
         usage, now_us = self.usage.item(tenant), self._clock.now_us
@@ -304,17 +313,41 @@ class BlockPool:
             blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
         dead = ids[counts == 0] if np.count_nonzero(counts) else ids
         if dead.size:
-            waiting = blocks.touch[dead] > self.done_step
-            if np.count_nonzero(waiting):
-                held_back = dead[waiting]
-                blocks.state[held_back] = QUARANTINED
-                self.quarantined += held_back.size
-                self._quarantine.append(held_back)
-                self._cache_or_free(dead[~waiting])
-            else:
-                self._cache_or_free(dead)
+            self._give_up(dead)
         blocks.changed.append(ids)
         return int(dead.size)
+
+    def release_sole(self, ids: BlockIds) -> bool:
+        """Remove the holder of each block, if each has exactly one; no step that is not acknowledged may touch them.
+
+        Takes fewer operations than `release`.
+
+        Args:
+            ids: Block ids as for `release`, [n]. A block that is named twice has two holders.
+
+        Returns:
+            False, with nothing changed, if a block has several holders.
+        """
+        blocks = self.blocks
+        if np.count_nonzero(blocks.refcount[ids] == _ONE) != ids.size:
+            return False
+        blocks.refcount[ids] = 0
+        self._give_up(ids)
+        blocks.changed.append(ids)
+        return True
+
+    def _give_up(self, dead: BlockIds) -> None:
+        """Quarantine, cache or free blocks without holders, [n]."""
+        blocks = self.blocks
+        waiting = blocks.touch[dead] > self.done_step
+        if not np.count_nonzero(waiting):
+            self._cache_or_free(dead)
+            return
+        held_back = dead[waiting]
+        blocks.state[held_back] = QUARANTINED
+        self.quarantined += held_back.size
+        self._quarantine.append(held_back)
+        self._cache_or_free(dead[~waiting])
 
     def step_done(self, step: int) -> None:
         """Record that every step up to `step` has ended, and end the quarantine of the blocks that waited for it."""
@@ -483,7 +516,6 @@ class BlockPool:
         blocks = self.checkpoints.pop(key)
         for block in blocks:
             del self._checkpoint_of[block]
-        self.blocks.indexed[list(blocks)] = False
         self._uncache(blocks, gone)
 
     def _refresh_checkpoint(self, key: int) -> None:
@@ -527,7 +559,6 @@ class BlockPool:
         blocks = self.windows.pop(key)
         for block in blocks:
             del self._window_of[block]
-        self.blocks.indexed[list(blocks)] = False
         self._uncache(blocks, gone)
 
     # ------------------------------------------------------------------------------------------------- invariants

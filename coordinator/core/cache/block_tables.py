@@ -236,7 +236,7 @@ class BlockTables:
             columns = s.used[rows]
             fresh = pool.allocate(tenant, rows.size * each)
             if each > 1:
-                self._windows.extend(group, rows, np.ones(rows.size, np.int64), fresh[rows.size :])
+                self._windows.extend_each(group, rows, columns, fresh[rows.size :])
                 fresh = fresh[: rows.size]
             s.table[rows, columns] = fresh
             s.used[rows] = columns + ONE

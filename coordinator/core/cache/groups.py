@@ -112,9 +112,21 @@ class SampledRows:
         tops: A request wants top log-probabilities.
         reader: The client that reads all rows, 0 for none; -1 if they differ.
         readers_changed: `RunningRows.readers_changed` when `reader` was read.
+        in_sight: Tokens until the next window block of each row is out of sight; None until it has been found out.
     """
 
-    __slots__ = ("cells", "left", "length", "offsets", "reader", "readers_changed", "requests", "rows", "tops")
+    __slots__ = (
+        "cells",
+        "in_sight",
+        "left",
+        "length",
+        "offsets",
+        "reader",
+        "readers_changed",
+        "requests",
+        "rows",
+        "tops",
+    )
 
     def __init__(
         self,
@@ -129,6 +141,7 @@ class SampledRows:
         self.rows, self.requests, self.length, self.offsets = rows, requests, length, offsets
         self.cells, self.left, self.tops = cells, left, tops
         self.reader = self.readers_changed = -1
+        self.in_sight: Slots | None = None
 
 
 class Group:
@@ -251,6 +264,14 @@ class Group:
             for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():
                 self.copies.pop(block, None)
         return dead
+
+    def release_sole(self, ids: BlockIds) -> bool:
+        """Remove the only holder of each block, as `BlockPool.release_sole` does; cancel copies into the blocks."""
+        if not self.pool.release_sole(ids):
+            return False
+        for block in ids.tolist() if self.copies else ():
+            self.copies.pop(block, None)
+        return True
 
     def flush_copies(self) -> Int32Array:
         """Return and clear the copies that the next step carries: [3 * n] int32 triples (source, target, tokens)."""

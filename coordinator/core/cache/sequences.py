@@ -133,7 +133,7 @@ class Sequences:
         self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
         self.changed_states: list[int] = []  # slots with other state blocks; `changed_rows` has them too
-        self.changed_rings: list[tuple[Slots, Slots]] = []  # [n] slots, [n, m] columns of `states` with other window blocks
+        self.changed_rings: list[tuple[Slots, Slots]] = []  # other window blocks in `states`: [n] slots, [n, m] columns
 
     def __len__(self) -> int:
         return len(self.slot_of)

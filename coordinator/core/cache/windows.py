@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .blocks import NO_BLOCKS, WINDOW, BlockIds, Blocks
 from .groups import Group
-from .sequences import NO_SLOTS, ONE, Sequences, Slots
+from .sequences import NO_SLOTS, ONE, ZERO, Sequences, Slots
 
 NO_CELLS = (NO_SLOTS, NO_SLOTS)
 
@@ -221,6 +221,11 @@ class Windows:
             more[np.isin(s.pool[slots], without)] = 0
         return more
 
+    def extend_each(self, group: Group, slots: Slots, end: Slots, fresh: BlockIds) -> None:
+        """Add fresh window blocks for one further block of each of [n] slots, which have them up to block end[i]."""
+        self.put(group, slots, end, fresh)
+        self._sequences.window_end[slots] = end + ONE
+
     def extend(self, group: Group, slots: Slots, more: Slots, fresh: BlockIds) -> None:
         """Add fresh window blocks for more[i] further blocks of slots[i]: [n], [n], [sum(more) * window_pages]."""
         s = self._sequences
@@ -252,52 +257,58 @@ class Windows:
         return held
 
     def out_of_sight(self, group: Group, slots: Slots) -> tuple[Slots, Slots]:
-        """Return the sequences that hold window blocks behind what their acknowledged tokens leave in sight.
+        """Return the blocks whose window blocks no token to come can see, now that further tokens are acknowledged.
 
-        Most turns find none, or few of many rows.
+        Most turns find none, or one of each of few rows.
 
         Args:
             group: The group.
-            slots: Sequences of which a step was acknowledged, [n]. They may have left the group meanwhile.
+            slots: The rows of a step that was acknowledged, [n]. They may have left the group meanwhile.
 
         Returns:
-            Slots, [m], and the first block that each must hold, [m].
+            Slots and numbers of blocks, [m] each, those of a slot in order.
         """
-        s = self._sequences
-        size = _number(self._size)
-        behind = s.computed[slots] - s.window_first[slots] * size
-        (at,) = (behind >= _number(group.window + self._size)).nonzero()
-        if not at.size:
-            return NO_CELLS
-        slots = slots[at]
-        held = (s.window_end[slots] > 0) & (s.pool[slots] == group.number)
-        if np.count_nonzero(held) < held.size:
-            slots = slots[held]
-        return slots, (s.computed[slots] - _number(group.window)) // size
+        s, size, sampled = self._sequences, _number(self._size), group.sampled_rows
+        steady = sampled if sampled is not None and sampled.rows is slots else None
+        if steady is not None and steady.in_sight is not None:  # the rows of the step before, each one token further
+            in_sight = steady.in_sight
+            np.subtract(in_sight, ONE, in_sight)
+            (at,) = (in_sight <= ZERO).nonzero()
+            in_sight[at] += size
+            slots = slots[at]
+            return slots, s.window_first[slots]
+        before = s.window_first[slots]
+        in_sight = before * size + _number(group.window + self._size) - s.computed[slots]
+        (at,) = ((in_sight <= ZERO) & (s.window_end[slots] > ZERO) & (s.pool[slots] == group.number)).nonzero()
+        counts = ONE + -in_sight[at] // size
+        if steady is not None:
+            in_sight[at] += counts * size
+            steady.in_sight = in_sight
+        return _consecutive(slots[at], counts, before[at])
 
-    def unindexed(self, slots: Slots, first: Slots) -> bool:
-        """Return whether a block before `first` of its sequence, [n] each, is full and not indexed yet."""
-        return bool(np.count_nonzero(first > self._sequences.hashed[slots]))
+    def unindexed(self, slots: Slots, numbers: Slots) -> bool:
+        """Return whether one of these full blocks, [n] each, is not indexed yet."""
+        return bool(np.count_nonzero(numbers >= self._sequences.hashed[slots]))
 
-    def release_behind(self, group: Group, slots: Slots, first: Slots) -> None:
-        """Release what no token to come can see. Steps in flight begin behind these tokens, and do not see it either.
+    def release_behind(self, group: Group, slots: Slots, numbers: Slots) -> None:
+        """Release window blocks that are out of sight. Steps in flight begin behind these tokens.
 
         Args:
             group: The group of all.
-            slots: Distinct slots, [n].
-            first: The first block that each must hold, [n]: after the first that it holds.
+            slots: [n].
+            numbers: The first blocks that they hold window blocks for, [n], those of a slot in order.
         """
         s = self._sequences
-        before = s.window_first[slots]
-        rows, numbers = _consecutive(slots, first - before, before)
-        ids = s.states[rows[:, None], self.columns(group, numbers)].astype(np.int64)
-        s.window_first[slots] = first
+        ids = s.states[slots[:, None], self.columns(group, numbers)].astype(np.int64)
+        s.window_first[slots] = numbers + ONE
         flat = ids.reshape(-1)
-        if not np.count_nonzero(self._blocks.refcount[flat] > ONE) or np.unique(flat).size == flat.size:
+        if group.release_sole(flat):
+            return
+        if np.unique(flat).size == flat.size:
             group.release(flat, 0)
             return
-        for slot in slots.tolist():  # forks share them
-            group.release(ids[rows == slot].reshape(-1), 0)
+        for slot in dict.fromkeys(slots.tolist()):  # forks share them
+            group.release(ids[slots == slot].reshape(-1), 0)
 
     def trim(self, group: Group, slot: int, keep: int) -> None:
         """Release the window blocks of a sequence from block `keep` on."""

@@ -95,19 +95,19 @@ class StepResults:
         if group.forming:
             self._cache.checkpoints.computed(group)
         # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
-        windows, leaving, first = self._cache.windows, NO_SLOTS, NO_SLOTS
+        windows, leaving, behind = self._cache.windows, NO_SLOTS, NO_SLOTS
         if group.window_pages:
-            leaving, first = windows.out_of_sight(group, slots)
+            leaving, behind = windows.out_of_sight(group, slots)
         if (
             not sent.decodes
             or not group.sent
             or sent.step_id % INDEX_STEPS == 0
-            or (leaving.size and windows.unindexed(leaving, first))
+            or (leaving.size and windows.unindexed(leaving, behind))
         ):
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
         if leaving.size:
-            windows.release_behind(group, leaving, first)
+            windows.release_behind(group, leaving, behind)
         if group.forming:
             self._cache.checkpoints.settle(group)
         if s.quarantine:
