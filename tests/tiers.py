@@ -114,6 +114,7 @@ EXCEPTIONS = {
     "tests/worker/loading/test_families.py::test_any_other_wrong_part_is_caught_in_16_bits": "soak",
     # Four of its ten plans, and all plans with two ranks, are torch tests.
     "tests/worker/loading/test_four_ranks.py::test_with_other_plans_too": "soak",
+    "tests/worker/loading/test_hybrid_ranks.py::test_the_same_with_other_families": "soak",
     "tests/worker/step/test_company.py::test_company_changes_no_bit_of_any_described_family": "soak",
 }
 # Files with a test or fixture of eight CPU seconds or more: they come first, so that none alone remains at the end.

@@ -71,7 +71,7 @@ class Recipes:
         return Answer(done.tokens, done.logprobs, done.top_logprobs)
 
     def cold(self, prompt: Sequence[int], count: int = ANSWER) -> Answer:
-        """Return the answer to a prompt whose tokens are not cached, alone."""
+        """Return the answer to a prompt alone, with no token cached."""
         self._salts += 1
         answer = self.read(self.submit(prompt, f"cold {self._salts}", count))
         assert self.cached.pop() == 0

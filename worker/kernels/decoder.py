@@ -181,7 +181,7 @@ class FusedDecoder:
             before, scale = normed, layer.residual_scale
             if layer.mixer is not None:
                 mixed = layer.mixer(ops, normed, batch, pool)[None]
-                normed = combine(ops, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
+                normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
             else:
                 own = next(places)
                 place = own if layer.kv_layer is None else layer.kv_layer
@@ -194,7 +194,7 @@ class FusedDecoder:
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
-                normed = self._add_mixed(mixed, residual, layer.fed_norm, scale, last)
+                normed = self._add_mixed(INNER, mixed, residual, layer.fed_norm, scale, last)
             elif layer.experts_beside is not None:
                 both = self._feed_beside(feed, layer.experts_beside, x, residual)
                 normed = combine(ops, both[None], residual, layer.fed_norm, scale, last)
@@ -331,19 +331,25 @@ class FusedDecoder:
         return combine(ops, parts, residual, after, scale, following)
 
     def _add_mixed(
-        self, mixed: torch.Tensor, residual: torch.Tensor, after: Norm | None, scale: float, following: Norm | None
+        self,
+        which: int,
+        mixed: torch.Tensor,
+        residual: torch.Tensor,
+        after: Norm | None,
+        scale: float,
+        following: Norm | None,
     ) -> torch.Tensor:
-        """Add a mixture's result [parts, tokens, hidden] as `add` adds a product."""
+        """Add the result [parts, tokens, hidden] of a mixture or of a mixer as `add` adds a product."""
         if self.ranks is None:
             return combine(self.operations, mixed, residual, after, scale, following)
         shared = self.ranks.shared
         shape = (len(residual), residual.shape[1])
-        place = shared.place(INNER, shape, residual.dtype) if shared is not None else None
+        place = shared.place(which, shape, residual.dtype) if shared is not None else None
         if place is None or shared is None:
             return combine(self.operations, self.ranks.gather(mixed[0]), residual, after, scale, following)
         assert self.sums_into_norms and following is not None, "ranks share memory for plain sums only"
         place.copy_(mixed[0])
-        return shared.add_norm(INNER, residual, following.weight, following.epsilon)
+        return shared.add_norm(which, residual, following.weight, following.epsilon)
 
     def project(
         self, layer: FusedLayer, normed: torch.Tensor, rotary: Rotary | None, cache: KvLayer, batch: PagedBatch

@@ -15,10 +15,11 @@ class ForwardContext:
         pool: The KV pool.
         separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
             `trial`).
+        as_part: Layers with a recurrent state return this rank's part of their result, which the caller adds up.
     """
 
     def __init__(self, attention: PagedAttention) -> None:
         self.attention = attention
-        self.separate = False
+        self.separate = self.as_part = False
         self.batch: PagedBatch | None = None
         self.pool: KvPool | None = None

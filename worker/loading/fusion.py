@@ -89,7 +89,7 @@ def fuse(
     head, table = _head(module, packer)  # before the layers: later the module's original size is unknown
     attending = iter(options)
     layers = tuple(
-        _mixing_layer(layer, found, parts, packer)
+        _mixing_layer(layer, found, parts, packer, ranks is not None)
         if found.mixes
         else _fuse_layer(layer, next(attending), found, parts, packer)
         for layer, found in zip(module.model.layers, parts.layers, strict=True)
@@ -202,8 +202,13 @@ def _fuse_layer(
     )
 
 
-def _mixing_layer(layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None) -> FusedLayer:
-    """Make a layer with a recurrent state in place of attention, which its own module computes."""
+def _mixing_layer(
+    layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None, is_split: bool
+) -> FusedLayer:
+    """Make a layer with a recurrent state in place of attention, which its own module computes.
+
+    is_split: whether ranks divide it.
+    """
     nothing = Projection(parts.final_norm.weight.new_empty((0, 0)), None)
     return FusedLayer(
         options=AttentionOptions(scaling=1.0),
@@ -222,7 +227,7 @@ def _mixing_layer(layer: Any, found: LayerParts, parts: DecoderParts, packer: We
         residual_scale=parts.residual_scale,
         is_parallel=parts.family.is_parallel,
         output_scale=found.output_scale,
-        mixer=BoundMixer(parts.family.mixer_of(layer)),
+        mixer=BoundMixer(parts.family.mixer_of(layer), is_split),
     )
 
 

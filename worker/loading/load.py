@@ -192,8 +192,6 @@ def load_model(
     shapes, states = bound.shapes, kept_as(bound.states, STATE_DTYPES[state_dtype])
     if states != bound.states:
         digest = hashlib.sha256(f"{digest} states {state_dtype}".encode()).hexdigest()
-    if bound.states and ranks is not None:
-        raise UnsupportedModel(found.name, "its layers keep a recurrent state, which several ranks cannot divide")
     if shapes:
         geometry = KvGeometry(shapes, block_size, kv_dtype, states)
         geometry = choose_geometry(geometry, [each.window for each in bound_options(module)], windows, served_tokens)

@@ -272,10 +272,11 @@ class BoundMixer:
 
     Args:
         part: The module.
+        as_part: Whether to return this rank's part of a sum over ranks.
     """
 
-    def __init__(self, part: Any) -> None:
-        self._part, binding = part, part.__dict__[MIXING]
+    def __init__(self, part: Any, as_part: bool = False) -> None:
+        self._part, binding, self._as_part = part, part.__dict__[MIXING], as_part
         self._context: ForwardContext = binding.context
         names = {place.name for place in binding.projections.inputs}
         self.step = step_of(part) if binding.projections.output is not None else None
@@ -286,12 +287,13 @@ class BoundMixer:
         self, operations: StateOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
     ) -> torch.Tensor:
         """Implement `Mixer`."""
-        self._context.batch, self._context.pool = batch, pool
+        self._context.batch, self._context.pool, self._context.as_part = batch, pool, self._as_part
         step = None if self.step is None else partial(self.step.run, operations)
         try:
             mixed: torch.Tensor = self._part(normed[None], step=step)
         finally:
             self._context.batch = self._context.pool = None
+            self._context.as_part = False
         return mixed[0]
 
 
@@ -343,7 +345,7 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step 
     Returns:
         [1, tokens, hidden size].
     """
-    batch, pool = binding.context.batch, binding.context.pool
+    batch, pool, as_part = binding.context.batch, binding.context.pool, binding.context.as_part
     assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
     assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
     cuts_blocks = pool.block_size % binding.chunk != 0  # otherwise no full block lies in an incomplete chunk
@@ -354,11 +356,11 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step 
                 projected = {name: wave.pick(each[0]) for name, each in tokens.projected.items()}
                 stepped = step(projected, partial(pool.states.rows, binding.index, pages=wave.pages))[None]
                 if wave.tokens is None:
-                    return tokens.result([stepped])
+                    return tokens.result([stepped], as_part)
                 parts |= {row: [each] for row, each in zip(wave.stepping, stepped.split(1, dim=1), strict=True)}
             for row in wave.alone:
                 parts[row] = _mixed_alone(binding, mix, tokens, row, cuts_blocks)
-    return tokens.result([part for row in sorted(parts) for part in parts[row]])
+    return tokens.result([part for row in sorted(parts) for part in parts[row]], as_part)
 
 
 def _mixed_alone(

@@ -64,8 +64,8 @@ class LayerParts:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether ranks share the layer by heads and inner columns."""
-        if self.mixes or self.kv_layer is not None or self.beside is not None or self.token_norm is not None:
+        """Whether ranks share the layer by heads and inner columns, as they share all mixers (see `mixer_slices`)."""
+        if self.kv_layer is not None or self.beside is not None or self.token_norm is not None:
             return False
         return self.head_norms is None or len(self.head_norms.query.weight) == self.head_size
 
@@ -90,7 +90,6 @@ class DecoderParts:
         """
         family = self.family
         is_joined = len(family.gate_up) < 1 + family.is_gated and family.mixture is None
-        is_joined |= family.is_query_gated
         return len(family.projected) == 3 and not is_joined and all(layer.can_be_split for layer in self.layers)
 
 

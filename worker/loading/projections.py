@@ -91,9 +91,18 @@ class JoinedTokens:
         self.current = places.clamp_(max=end - 1)
         return self.hidden[:, self.current]
 
-    def result(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mixer's result for all tokens, from what it returned for each part in order."""
+    def result(self, parts: list[torch.Tensor], as_part: bool = False) -> torch.Tensor:
+        """Return the mixer's result for all tokens.
+
+        Args:
+            parts: What the mixer returned for each part in order.
+            as_part: Whether to return this rank's part of the result, without the hook that adds up the ranks' parts.
+        """
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if as_part:
+            assert self.output is not None, "the last projection of a mixer that ranks divide was found"
+            part: torch.Tensor = self.output.forward(mixed)
+            return part
         return mixed if self.output is None else self.output(mixed)
 
 

@@ -20,6 +20,8 @@ from kvforge.worker.kernels.experts import is_experts
 
 from .description import Family, Mixture
 from .families import family_of
+from .mixer_slices import MixerPlan, mixer_plans
+from .sections import Section, ranges_of
 
 # Styles: the cut, and the exchange around the module. The second names are from earlier transformers.
 COLUMNS = "colwise"  # output columns; each rank continues with its own
@@ -35,6 +37,12 @@ _GRANITE_NAMES = (
     ("experts.down_proj", "output_linear.weight"),
     ("router.weight", "router.layer.weight"),
 )
+# What plans leave out beside mixers, in families that are not described: projections, with the last one at the end.
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_BESIDE_MIXERS = {
+    "FalconH1ForCausalLM": (("self_attn", _ATTENTION), ("feed_forward", ("gate_proj", "up_proj", "down_proj"))),
+    "NemotronHForCausalLM": (("mixer", _ATTENTION), ("mixer", ("up_proj", "down_proj"))),
+}
 # Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj")
 LOCAL = "local_params"  # a module with parameters of its own in the plan, if they are cut
@@ -96,6 +104,7 @@ class Slices:
         whole: Shapes of these parameters in the whole model.
         first_only: Parameters that only rank 0 adds.
         experts: With expert parallelism, this rank's experts by names of modules.
+        mixers: How ranks divide mixers, by names of modules.
     """
 
     rank: int
@@ -105,6 +114,7 @@ class Slices:
     whole: dict[str, tuple[int, ...]]
     first_only: frozenset[str]
     experts: dict[str, ExpertRange] = field(default_factory=dict)
+    mixers: dict[str, MixerPlan] = field(default_factory=dict)
 
     def cut(self, name: str) -> TensorSlice:
         """Return the cut of a parameter."""
@@ -130,12 +140,14 @@ def slices_of(module: Any, rank: int, count: int, expert_parallel: bool = False)
     name = type(module).__name__
     plan = plan_of(module)
     experts = _expert_ranges(module, rank, count) if expert_parallel else {}
+    mixers = mixer_plans(module, count)
+    mixing = {f"{path}.{name}".rstrip(".") for path in mixers for name, _ in module.get_submodule(path).named_modules()}
     styles: dict[str, str] = {}
     cuts: dict[str, TensorSlice] = {}
     first_only: set[str] = set()
     for path, part in module.named_modules():
         style = EXPERTS if path in experts else _style(plan, path)
-        if style is None:
+        if style is None or path in mixing:
             continue
         held = list(part.named_parameters(recurse=False))
         if style in GATHERED and any(len(each) % count for _, each in held):
@@ -150,14 +162,39 @@ def slices_of(module: Any, rank: int, count: int, expert_parallel: bool = False)
                 cuts[full] = cut
     for full, parameter in module.named_parameters():  # experts are parameters with styles of their own
         style = _style(plan, full)
+        if full.rpartition(".")[0] in mixing:
+            continue
         if (mine := experts.get(full.rpartition(".")[0])) is not None:
             cuts[full] = TensorSlice(0, ((mine.first, mine.stop),))
         elif style is not None:
             cuts[full] = _cut(module, full, "", tuple(parameter.shape), style, rank, count)
+    for path, mixer in mixers.items():
+        part = module.get_submodule(path)
+        cuts |= {f"{path}.{which}": cut for which, cut in _mixer_cuts(part, mixer, rank, count).items()}
+        styles |= {f"{path}.{which}": ROWS for which in mixer.sums if hasattr(part, which)}
+        first_only |= {f"{path}.{name}" for name, _ in part.named_parameters() if _is_summed_bias(name, mixer)}
     if not cuts:
         raise UnsupportedModel(name, f"transformers has no plan for splitting it: it cannot be served by {count} ranks")
     whole = {full: tuple(module.get_parameter(full).shape) for full in cuts}
-    return Slices(rank, count, styles, cuts, whole, frozenset(first_only), experts)
+    return Slices(rank, count, styles, cuts, whole, frozenset(first_only), experts, mixers)
+
+
+def _is_summed_bias(name: str, plan: MixerPlan) -> bool:
+    path, _, last = name.rpartition(".")
+    return last == "bias" and path in plan.sums
+
+
+def _mixer_cuts(mixer: Any, plan: MixerPlan, rank: int, count: int) -> dict[str, TensorSlice]:
+    """Return the cuts of a mixer's parameters, by their names in it."""
+    found = {}
+    for name, parameter in mixer.named_parameters():
+        path, _, last = name.rpartition(".")
+        if (total := plan.sums.get(path)) is not None:
+            if last != "bias":
+                found[name] = TensorSlice(parameter.dim() - 1, (total.part(rank, count),))
+        elif sections := plan.rows.get(name) or plan.rows.get(path):
+            found[name] = TensorSlice(0, ranges_of(sections, rank, count))
+    return found
 
 
 def expert_range(total: int, rank: int, count: int) -> ExpertRange:
@@ -195,8 +232,12 @@ def plan_of(module: Any) -> dict[str, str]:
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     family = family_of(module)
-    if family is not None and (family.mixture is not None or family.latent is not None):
+    if family is not None and (family.mixture is not None or family.latent is not None or family.mixers):
         plan |= _missing_cuts(family, family.mixture, f"{prefix}layers.*", plan)
+    for owner, beside in _BESIDE_MIXERS.get(type(module).__name__, ()):
+        *first, last = beside
+        plan |= {f"{prefix}layers.*.{owner}.{name}": COLUMNS for name in first}
+        plan[f"{prefix}layers.*.{owner}.{last}"] = ROWS
     plan |= dict(type(module)._tp_plan or {})
     if family is not None:  # fused layers have the whole table
         plan = {path: style for path, style in plan.items() if style != VOCABULARY}
@@ -216,6 +257,8 @@ def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dic
         added[f"{layer}.self_attn.{family.output}"] = ROWS
     elif len(family.projected) == 3:
         groups.append((f"{layer}.self_attn", family.projected, COLUMNS, family.output))
+    if family.mixers:
+        groups.append((f"{layer}.{family.feed}", family.gate_up, gate_up, family.down))
     if mixture is not None and mixture.shared:
         shared = f"{layer}.{mixture.shared}" if mixture.is_shared_outside else f"{layer}.{family.feed}.{mixture.shared}"
         groups.append((shared, family.gate_up, gate_up, family.down))
@@ -227,7 +270,7 @@ def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dic
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
-    return plan.get(path) or plan.get(re.sub(r"\d+", "*", path))
+    return plan.get(path) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path))  # w1 is a name
 
 
 def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str, rank: int, count: int) -> TensorSlice:
@@ -260,15 +303,10 @@ def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str,
 def _range(module: Any, path: str, size: int, rank: int, count: int) -> tuple[int, int]:
     """Return the rank's part of `size`, in whole heads. Ranks that outnumber the K and V heads share them."""
     units, what = _units(module, path, size)
-    if units % count == 0:
-        width = size // count
-        return rank * width, (rank + 1) * width
-    if what == "K and V heads" and count % units == 0:
-        width, mine = size // units, rank * units // count
-        return mine * width, (mine + 1) * width
-    good = [str(each) for each in range(2, units + 1) if units % each == 0][:6]
-    problem = f"{path} has {units} {what}, which {count} ranks cannot divide: {', '.join(good) or 'no number'} could"
-    raise UnsupportedModel(type(module).__name__, problem)
+    section = Section(size, units, what, is_shared=what == "K and V heads")
+    if problem := section.problem(count):
+        raise UnsupportedModel(type(module).__name__, f"{path} has {problem}")
+    return section.part(rank, count)
 
 
 def kv_heads_of(module: Any, attention: Any) -> int:
@@ -299,4 +337,6 @@ def stored_names(name: str) -> Iterator[str]:
     for last, stored in _GRANITE_NAMES:
         if name.endswith(f".block_sparse_moe.{last}"):
             yield name.removesuffix(last) + stored
+    if name.startswith("model."):
+        yield f"backbone.{name.removeprefix('model.')}"  # Nemotron-H
     yield name.partition(".")[2]  # a base model that was stored alone

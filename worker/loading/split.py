@@ -25,6 +25,7 @@ from kvforge.worker.device.ranks import Ranks
 
 from .composite import is_composite
 from .expert_check import StoredExperts, check_experts_of_ranks
+from .mixer_slices import fit_mixer, join_norm
 from .progress import Progress
 from .quantised_reader import JOINED, Published, QuantisedReader
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
@@ -310,6 +311,8 @@ def _fit(module: Any, mine: Slices) -> None:
             continue
         if (kv_heads := kv_heads_of(module, part)) % mine.count:
             part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # per head on this rank
+    for path, plan in mine.mixers.items():
+        fit_mixer(module.get_submodule(path), plan, mine.rank, mine.count)
 
 
 def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
@@ -327,6 +330,8 @@ def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
         width = given[0].shape[-1] // ranks.count
         return (given[0].narrow(-1, ranks.rank * width, width), *given[1:])
 
+    for path, plan in mine.mixers.items():
+        join_norm(module.get_submodule(path), plan, ranks)
     for path, style in mine.styles.items():
         part = module.get_submodule(path)
         if path in mine.experts:

@@ -53,7 +53,7 @@ def added(folder: Path) -> Tokenizer:
 
 
 def gemma(folder: Path) -> Tokenizer:
-    """Byte fallback whose decoder drops no space."""
+    """Byte fallback with a decoder that drops no space."""
     inner = sentencepiece()._tokenizer
     inner.backend_tokenizer.normalizer = normalizers.Replace(" ", "▁")
     inner.backend_tokenizer.decoder = decoders.Sequence(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import traceback
 from itertools import chain
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,7 @@ from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import load
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import Alone, Company, Request, compare, draw
+from tests.worker.step.test_states import play
 from tools.cluster.fork_server import Child, fork_server
 
 ASKED = 3
@@ -46,7 +48,10 @@ def say(
     company: int = 0,
     expert_parallel: bool = False,
 ) -> dict[str, Any]:
-    """Return a model's answers to some prompts (tokens and the bits of their log-probabilities) and its properties."""
+    """Return a model's answers to some prompts (tokens and the bits of their log-probabilities) and its properties.
+
+    For a model with recurrent states: one answer; its bits did not depend on what was done with the states.
+    """
     device = open_device("cpu") if device is None else device
     load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
     loaded = list[int]()
@@ -77,6 +82,8 @@ def say(
     if ranks is not None:
         share_memory(ranks, model.fused, COMPANY_TOKENS, COMPANY_ROWS)
     exchanged = ranks.describe() if ranks is not None else ""
+    if model.geometry.state_blocks:
+        return {"said": play(model), "fused": model.fused is not None, "state": _numbers(model), "bytes": loaded[0]}
     alone = Alone(model, 0 if device.computes_on_cores else 4)
     differs = ""
     try:
@@ -102,6 +109,11 @@ def say(
         "company": differs,
         "ranks": exchanged,
     }
+
+
+def _numbers(model: LoadedModel) -> int:
+    """Return the numbers of a sequence's state."""
+    return sum(prod(each.shape) for each in model.geometry.states)
 
 
 def in_company(model: LoadedModel, alone: Alone, count: int) -> str:

@@ -110,7 +110,14 @@ def first(outcome: StepOutcome, slot: int) -> tuple[int, float]:
 
 
 def test_a_request_has_the_same_bits_whatever_was_done_with_its_state(model: LoadedModel) -> None:
-    """In chunks and company, behind a checkpoint, as a fork, after a rewind, and recomputed from its tokens."""
+    assert len(play(model)) == 11
+
+
+def play(model: LoadedModel) -> list[tuple[int, float]]:
+    """Return an answer, which has the same bits whatever was done with its state.
+
+    It runs in chunks and company, behind a checkpoint, as a fork, after a rewind, and recomputed from its tokens.
+    """
     text, other = prompt(1, 75), prompt(2, 40)
     alone = Bench(model)
     begun = first(alone.run([(0, 0, text, 1)]), 0)
@@ -153,6 +160,7 @@ def test_a_request_has_the_same_bits_whatever_was_done_with_its_state(model: Loa
     marked = [token + GENERATED for token in answer[:3]]
     outcome = bench.run([(4, 0, other, 0), (0, 0, text + marked, 1)])
     assert first(outcome, 0) == whole[3]
+    return whole
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
