@@ -351,28 +351,38 @@ class TablesReader:
         """
         if not 0 < width <= self.geometry.states_per_sequence:
             raise ValueError(f"width must be 1 to {self.geometry.states_per_sequence}, not {width}")
-        return self._states(np.asarray(slots, np.intp), slice(width))
+        at = np.asarray(slots, np.intp)
+        found: Int32Array = self._states(at, self._state_table, (at, slice(width)))
+        return found
 
-    def state_cells(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Array:
-        """Read single columns of the state table, those of windows among them; each row is consistent.
+    def state_groups(
+        self, slots: npt.NDArray[np.integer[Any]], first: int, width: int, groups: npt.NDArray[np.integer[Any]]
+    ) -> Int32Array:
+        """Read groups of columns of the state table, those of windows among them; each row is consistent.
 
         Args:
             slots: [n] integers, the slots of the rows.
-            columns: [n, m] integers, the columns of each row.
+            first: The first column of group 0.
+            width: Columns of a group. One copy of a group takes a third of the time of five copies of a column.
+            groups: [n, m] integers, the groups of each row.
 
         Returns:
-            Global block ids, [n, m] int32.
+            Global block ids, [n, m, width] int32.
 
         Raises:
-            IndexError: A slot or a column does not exist.
+            IndexError: A slot or a group does not exist.
             DeadlineExceeded: A row stays inconsistent because its writer died during a write.
         """
-        return self._states(np.asarray(slots, np.intp), np.asarray(columns, np.intp))
+        at, places = np.asarray(slots, np.intp), np.ascontiguousarray(groups, np.intp)
+        end = first + (self._state_table.shape[1] - first) // width * width
+        table = self._state_table[:, first:end].view(f"V{width * self._state_table.itemsize}")
+        found = self._states(at, table, (at[:, None], places))
+        return found.view(np.int32).reshape(*places.shape, width)
 
-    def _states(self, at: npt.NDArray[np.intp], columns: slice | npt.NDArray[np.intp]) -> Int32Array:
+    def _states(self, at: npt.NDArray[np.intp], table: npt.NDArray[Any], cells: tuple[Any, ...]) -> npt.NDArray[Any]:
         for _ in attempts():
             over = self._rows_written.item()
-            found: Int32Array = self._state_table[at if isinstance(columns, slice) else at[:, None], columns]
+            found: npt.NDArray[Any] = table[cells]
             versions = self._row_version[at]
             (torn,) = (versions > over).nonzero()
             if not torn.size:

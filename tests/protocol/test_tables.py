@@ -139,13 +139,15 @@ def test_state_blocks_are_read_with_the_version_of_their_row(tmp_path: Path, mon
     with pytest.raises(DeadlineExceeded, match="row 2"):
         reader.states(np.array([1, 2]), 2)
     with pytest.raises(DeadlineExceeded, match="row 2"):
-        reader.state_cells(np.array([1, 2]), np.array([[0], [1]]))
+        reader.state_groups(np.array([1, 2]), 1, 2, np.array([[0], [0]]))
     tables.end_rows(np.array([2]))
     assert reader.states(np.array([2, 1]), 2).tolist() == [[7, 5], [0, 0]]
     assert reader.row_states[[1, 2]].tolist() == [0, 3]
-    assert reader.state_cells(np.array([2, 1]), np.array([[2, 0, 2], [1, 1, 1]])).tolist() == [[9, 7, 9], [0, 0, 0]]
+    groups = reader.state_groups(np.array([2, 1]), 1, 1, np.array([[1, 0, 1], [0, 0, 0]]))
+    assert groups.tolist() == [[[9], [5], [9]], [[0], [0], [0]]]
+    assert reader.state_groups(np.array([2]), 0, 2, np.array([[0]])).tolist() == [[[7, 5]]]  # column 2 is in no group
     with pytest.raises(IndexError):
-        reader.state_cells(np.array([1]), np.array([[3]]))
+        reader.state_groups(np.array([1]), 0, 2, np.array([[1]]))
     for width in (0, 4):
         with pytest.raises(ValueError, match="1 to 3"):
             reader.states(np.array([1]), width)

@@ -272,8 +272,10 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
         suspect |= (rows.states.view(np.uint32) >= limits.blocks).any(axis=1)
         suspect |= (np.diff(np.sort(rows.states, axis=1), axis=1) == 0).any(axis=1)
     if rows.windows is not None:
-        pages, counts = _window_pages(rows, limits)
-        suspect |= ((pages.view(np.uint32) >= limits.blocks) & counts).any(axis=1) | _lacks_windows(rows, limits)
+        suspect |= _lacks_windows(rows, limits)
+        if rows.windows.pages.view(np.uint32).max(initial=0) >= limits.blocks:  # seldom, and then mostly unread entries
+            pages, counts = _window_pages(rows, limits)
+            suspect |= ((pages.view(np.uint32) >= limits.blocks) & counts).any(axis=1)
     return np.asarray(suspect)
 
 

@@ -491,9 +491,7 @@ class Worker:
                     return tables, states, None
                 ends = step.starts + step.counts
                 first, places = ring_columns(step.starts, ends, geometry.window, block_size, ring)
-                columns = (pages + places[..., None] * each + np.arange(each)).reshape(len(first), -1)
-                cells = self._tables.state_cells(step.slots, columns)
-                return tables, states, WindowTables(first, cells.reshape(len(first), -1, each))
+                return tables, states, WindowTables(first, self._tables.state_groups(step.slots, pages, each, places))
             except DeadlineExceeded:
                 self._feed()
                 self._connection.look()

@@ -189,7 +189,12 @@ def test_the_pages_of_windows_are_read_from_the_ring_behind_the_state() -> None:
     tables.rows = lambda slots, width: (np.full((len(slots), width), 40, np.int32), None)
     tables.states = lambda slots, width: np.full((len(slots), width), 40, np.int32)
     asked: list[Any] = []
-    tables.state_cells = lambda slots, columns: asked.append(slots) or (40 + columns).astype(np.int32)
+
+    def state_groups(slots: Any, first: int, width: int, groups: Any) -> Any:
+        asked.append(slots)
+        return (40 + first + groups[..., None] * width + np.arange(width)).astype(np.int32)
+
+    tables.state_groups = state_groups
     rows = {"slots": [2, 1], "starts": [100, 7], "counts": [1, 20]}
     arrays = {name: np.array(each, np.int32) for name, each in rows.items()}
     link = FakeLink(Step(1, **arrays), Step(2))
