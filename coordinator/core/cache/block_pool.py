@@ -394,9 +394,11 @@ class BlockPool:
         owners = self.blocks.owner[ids]
         keys = self.index.keys(ids).tolist() if self.checkpoints else ()
         if np.count_nonzero(owners == owners[0]) == ids.size and self.checkpoints.keys().isdisjoint(keys):
-            stamps = range(self._stamp + 1, self._stamp + 1 + ids.size)
-            self._stamp += ids.size
-            self._recent_of(owners.item(0)).update(zip(ids.tolist(), stamps, strict=True))
+            entries, stamp = self._recent_of(owners.item(0)), self._stamp
+            for block in ids.tolist():  # takes two thirds of the time of `update`
+                stamp += 1
+                entries[block] = stamp
+            self._stamp = stamp
             return
         for place, (block, owner) in enumerate(zip(ids.tolist(), owners.tolist(), strict=True)):
             if keys:
