@@ -83,7 +83,7 @@ def test_a_gated_delta_rule_is_plain_torchs(
 
 
 def test_plain_torch_is_transformers_gated_delta_rule() -> None:
-    """Also its norm, whose parts are divided by heads of keys."""
+    """Also its gated norm."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     rule, generator = delta_rule(2, 2, 8, 12, torch.float32), torch.Generator().manual_seed(3)
     states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
