@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, latent_layers, latents, layers, stored
+from . import attention, experts, latent_layers, latents, layers, recurrent, stored
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -39,6 +39,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.by_head", "by_head_kernel"): latent_layers.by_head_configurations,
     ("kernels.latent_inputs", "latent_inputs_kernel"): latent_layers.input_configurations,
     ("kernels.wide_linear", "wide_linear_kernel"): latent_layers.wide_configurations,
+    ("kernels.recurrent_kernels", "convolve_kernel"): recurrent.convolve_configurations,
+    ("kernels.recurrent_kernels", "delta_kernel"): recurrent.delta_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,

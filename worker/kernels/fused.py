@@ -29,6 +29,7 @@ from .packed_table import look_up
 from .plain import PlainOperations
 from .project import can_project, project
 from .recurrent import Convolution, DeltaInputs, GatedDelta
+from .recurrent_kernels import advance_delta, can_advance_delta, can_convolve, convolve
 from .rotary import rotary
 from .router_kernel import route
 from .stored import codes_of
@@ -221,11 +222,15 @@ class FusedOperations:
 
     def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
         """Implement `StateOperations.convolve`."""
-        return self._plain.convolve(x, states, convolution)
+        if not can_convolve(states):
+            return self._plain.convolve(x, states, convolution)
+        return convolve(self, x, states, convolution)
 
     def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
         """Implement `StateOperations.advance_delta`."""
-        return self._plain.advance_delta(inputs, states, delta)
+        if not can_advance_delta(states, delta):
+            return self._plain.advance_delta(inputs, states, delta)
+        return advance_delta(self, inputs, states, delta)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

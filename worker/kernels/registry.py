@@ -246,6 +246,8 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.by_head", "by_head_kernel", PlainOperations.by_head, _layers),
     Kernel("kvforge.worker.kernels.latent_inputs", "latent_inputs_kernel", PlainOperations.latent_inputs, _layers),
     Kernel("kvforge.worker.kernels.wide_linear", "wide_linear_kernel", PlainOperations.wide_linear, _layers),
+    Kernel("kvforge.worker.kernels.recurrent_kernels", "convolve_kernel", PlainOperations.convolve, _recurrent),
+    Kernel("kvforge.worker.kernels.recurrent_kernels", "delta_kernel", PlainOperations.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
     Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),

@@ -52,7 +52,9 @@ def _states(model: LoadedModel) -> str:
     if model.fused is None or not stepping:
         return f"transformers' own: {layers} layers, one row after the other"
     operations = model.fused.operations
-    by = "Numba" if isinstance(operations, PlainOperations) and operations.kernels else "plain torch"
+    by = "Triton"
+    if isinstance(operations, PlainOperations):
+        by = "Numba" if operations.kernels else "plain torch"
     own = "" if stepping == layers else f", {layers - stepping} of them transformers' own"
     return f"generated tokens: {by}, all rows together; prompts: transformers' own; {layers} layers{own}"
 

@@ -25,8 +25,17 @@ def convolution(channels: int, taps: int, dtype: torch.dtype, biased: bool, **fo
     return Convolution(weight, torch.randn(channels, generator=generator).to(dtype) if biased else None, **form)
 
 
-@pytest.fixture
-def operations(cpu: Device) -> LayerOperations:
+@pytest.fixture(params=["Numba", "Triton"])
+def operations(request: pytest.FixtureRequest, cpu: Device) -> LayerOperations:
+    if request.param == "Triton":
+        pytest.importorskip("triton")
+        from kvforge.worker.attention.triton_attention import is_interpreted
+
+        if not is_interpreted():
+            pytest.skip("needs Triton's interpreter")
+        from kvforge.worker.kernels.fused import FusedOperations
+
+        return FusedOperations(cpu)
     if cpu.cpu_kernels_problem:
         pytest.skip(cpu.cpu_kernels_problem)
     from kvforge.worker.kernels.cpu_operations import CpuOperations
@@ -112,14 +121,14 @@ def test_plain_torch_is_transformers_gated_delta_rule() -> None:
 
 def test_a_state_of_16_bits_is_rounded_behind_the_step(operations: LayerOperations) -> None:
     made, generator = convolution(40, 3, torch.float32, biased=False), torch.Generator().manual_seed(3)
-    tensor = StateTensor(0, CONVOLUTION, (1, 40, 3), torch.float32, torch.bfloat16)
+    tensor = StateTensor(0, CONVOLUTION, (1, 40, 3), torch.float32, torch.float16)
     states, x = scattered(tensor, 3, generator), torch.randn(3, 40, generator=generator)
     before, found = states.memory.clone(), list[torch.Tensor]()
     for each in (operations, PlainOperations()):
         states.memory.copy_(before)
         found += [each.convolve(x, states, made), states.read()]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-    assert torch.equal(found[1][..., -1], x.bfloat16().float())
+    assert torch.equal(found[1][..., -1], x.half().float())
 
 
 def test_a_state_with_lines_that_pages_cut_is_computed_by_plain_torch(operations: LayerOperations) -> None:
