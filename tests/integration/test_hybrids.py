@@ -33,47 +33,60 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path)
     _check("qwen3_next", 2, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "pages"), [("falcon_mamba", 18), ("granite", 4), ("mamba", 18), ("mamba2", 20)])
-def test_the_same_with_other_families(name: str, pages: int, tmp_path: Path) -> None:
-    _check(name, pages, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "pages", "ranks"),
+    [("falcon_mamba", 18, 1), ("granite", 4, 1), ("mamba", 18, 1), ("mamba2", 20, 1), ("qwen3_next", 2, 2)],
+)
+def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_path: Path) -> None:
+    _check(name, pages, tmp_path, ranks)
 
 
-def _check(name: str, pages: int, tmp_path: Path) -> None:
+def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1) -> None:
+    names = [f"w{rank}" for rank in range(ranks)]
     model_type, fields = HYBRIDS[name]
     folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
     want = [say(model, prompt) for prompt in prompts]
     at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
-    with Cluster(model=folder, blocks=at_begin + 2) as cluster:
-        kv = cluster.start("w0")
-        cached = []
+    with Cluster(model=folder, blocks=at_begin + 2, ranks=ranks) as cluster:
+        kv = cluster.start(*names)
+        cached, bits = [], []
         for number in (0, 0, 1, 2):
             answer = kv.submit(prompts[number], max_tokens=TOKENS, sampling=GREEDY).result(60)
             assert answer.tokens == want[number]
             cached.append(answer.cached_tokens)
+            bits.append(answer.logprobs)
         assert cached == [0, 64, 64, 64], "a hit ends at a checkpoint"
+        assert bits[0] == bits[1]
         source = kv.create_sequence(prompts[0])
         assert kv.submit(sequence=source, max_tokens=7, sampling=GREEDY).result(60).tokens == want[0][:7]
         (fork,) = kv.fork(source)
         both = [kv.submit(sequence=one, max_tokens=TOKENS - 7, sampling=GREEDY) for one in (source, fork)]
         assert [request.result(60).tokens for request in both] == 2 * [want[0][7:]]
+        assert [request.result(60).logprobs for request in both] == 2 * [bits[0][7:]]
         kv.rewind(fork, len(prompts[0]) + 3)
         again = kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY).result(60)
         assert again.tokens == want[0][3:], "a state does not go back, and is computed again"
+        assert again.logprobs == bits[0][3:]
         kv.remove([source, fork])
         running = [
             kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{prompt[-2]}") for prompt in prompts
         ]
         assert [request.result(60).tokens for request in running] == want
         assert kv.stats().requests.preemptions_total > 0, "the pool holds fewer than these five at their ends"
-        for victim in ("w0", "coordinator"):
+        for victim in (names[-1], "coordinator"):
             running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=victim) for prompt in prompts]
             next(iter(running[0]))
             cluster.kill(victim)
-            if victim == "w0":
-                cluster.start_worker("w0")
-            else:
+            if victim == "coordinator":
                 cluster.start_coordinator()
-            assert [request.result(60).tokens for request in running] == want
+            else:
+                for rank in names[:-1]:
+                    assert cluster.end(rank) != 0, "its supervisor must start it again"
+                for rank in names:
+                    cluster.start_worker(rank)
+            answers = [request.result(60) for request in running]
+            assert [answer.tokens for answer in answers] == want
+            assert answers[0].logprobs == bits[0]
         assert wait_empty(kv).requests.failed_total == 0
