@@ -227,10 +227,13 @@ def _right_in_float32(model: LoadedModel, sequences: Sequences, exact: Logits) -
 
     Then only rounding differs. Kernels are compared with the reference separately.
     """
-    wide = replace(model, dtype=torch.float32, geometry=replace(model.geometry, kv_dtype="float32"))
+    states = tuple(replace(each, dtype=torch.float32) for each in model.geometry.states)
+    geometry = replace(model.geometry, kv_dtype="float32", states=states)
+    wide = replace(model, dtype=torch.float32, geometry=geometry)
     if model.fused is not None:
         plain = replace(model.fused, operations=WideOperations(), attention=ReferenceAttention())
-        return distance(_paged_logits(replace(wide, fused=plain), sequences), exact) <= TOLERANCE[torch.float32]
+        with in_float32(model.module):  # recurrent layers are transformers' own
+            return distance(_paged_logits(replace(wide, fused=plain), sequences), exact) <= TOLERANCE[torch.float32]
     context, attention = model.context, model.context.attention
     context.attention = ReferenceAttention()
     try:

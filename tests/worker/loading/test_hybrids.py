@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from kvforge.worker.loading import families, mixer_steps, mixers, probe
+from kvforge.worker.loading import families, mixer_steps, mixers, probe, verification
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
@@ -414,3 +414,17 @@ def test_layers_that_attend_in_two_shapes_are_refused_by_name(
     model_type, fields = HYBRIDS["lfm2"]
     with pytest.raises(UnsupportedModel, match="layers that attend differ in shape"):
         tiny(model_type, block_size=16, **fields | {"layer_types": ["conv", "full_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
+@torch.no_grad()
+def test_in_float32_a_hybrid_of_16_bits_is_exact(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    """Recurrent layers and their states are widened too: what only rounding explains is not refused."""
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, dtype="bfloat16", **fields)
+    assert model.fused is not None
+    sequences = [np.random.default_rng(0).integers(0, model.vocab_size, count) for count in verification.LENGTHS]
+    exact = verification._exact_logits(model, sequences)
+    assert verification._right_in_float32(model, sequences, exact)
+    wrong = replace(model, fused=replace(model.fused, embedding_scale=1.05 * model.fused.embedding_scale))
+    assert not verification._right_in_float32(wrong, sequences, exact)
