@@ -156,6 +156,7 @@ def measure(model: LoadedModel, rows: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure a shape, and print a table or write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="lfm2")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])

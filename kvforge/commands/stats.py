@@ -9,14 +9,13 @@ from kvforge.protocol.messages import RequestStats, Stats
 
 from . import parsing, printing
 
+HEAD = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
+
 
 def add(subparsers: Any) -> None:
     """Declare the subcommand."""
     parser = parsing.add(subparsers, "stats", run, "Show the cache and the requests in numbers.")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-HEAD = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -234,7 +234,6 @@ def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
         "bisect",
         "collections",
         "dataclasses",
-        "functools",
         "hashlib",
         "heapq",
         "itertools",

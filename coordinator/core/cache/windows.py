@@ -13,7 +13,6 @@ only when no step reads it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -97,8 +96,8 @@ class Windows:
 
     def columns(self, group: Group, numbers: Slots) -> Slots:
         """Return the columns of blocks of a sequence in the table of states: [n] numbers, [n, window_pages] columns."""
-        ring, places = _ring(group.state_blocks, group.window_blocks, group.window_pages)
-        columns: Slots = ring[numbers % places]
+        places = numbers % group.window_blocks * group.window_pages + group.state_blocks
+        columns: Slots = places[:, None] + np.arange(group.window_pages)
         return columns
 
     def between(self, group: Group, slot: int, first: int, end: int) -> BlockIds:
@@ -268,7 +267,7 @@ class Windows:
         Returns:
             Slots and numbers of blocks, [m] each, those of a slot in order.
         """
-        s, size, sampled = self._sequences, _number(self._size), group.sampled_rows
+        s, size, sampled = self._sequences, self._size, group.sampled_rows
         steady = sampled if sampled is not None and sampled.rows is slots else None
         if steady is not None and steady.in_sight is not None:  # the rows of the step before, each one token further
             in_sight = steady.in_sight
@@ -278,7 +277,7 @@ class Windows:
             slots = slots[at]
             return slots, s.window_first[slots]
         before = s.window_first[slots]
-        in_sight = before * size + _number(group.window + self._size) - s.computed[slots]
+        in_sight = before * size + (group.window + size) - s.computed[slots]
         (at,) = ((in_sight <= ZERO) & (s.window_end[slots] > ZERO) & (s.pool[slots] == group.number)).nonzero()
         counts = ONE + -in_sight[at] // size
         if steady is not None:
@@ -343,20 +342,6 @@ class Windows:
             assert end >= s.blocks_for(int(s.scheduled[slot])), "KV is written without window blocks"
             assert len(set(ids.tolist())) == ids.size, "a window block is twice in one ring"
             assert (self._blocks.kind[ids] == WINDOW).all(), "a ring names a block of another kind"
-
-
-@lru_cache(maxsize=64)
-def _ring(before: int, blocks: int, pages: int) -> tuple[Slots, Slots]:
-    """Return the columns of a ring's places behind `before` others, [blocks, pages], and `blocks` as an array."""
-    ring: Slots = np.arange(before, before + blocks * pages).reshape(blocks, pages)
-    ring.setflags(write=False)
-    return ring, np.array(blocks)
-
-
-@lru_cache(maxsize=64)
-def _number(value: int) -> Slots:
-    """Return a number as an array without axes, which numpy adds to a small array in half the time."""
-    return np.array(value)
 
 
 def _consecutive(rows: Slots, counts: Slots, first: Slots) -> tuple[Slots, Slots]:
