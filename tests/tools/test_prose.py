@@ -40,6 +40,13 @@ def test_prose_is_comments_and_strings_with_a_space(tmp_path: Path) -> None:
     assert prose_of(page).split() == ["Words", "here."]
 
 
+def test_an_f_string_is_one_string_in_every_python(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("""x = f"one {name!r} of {f'in {y}'} two" "three four"\ny = (f\'\'\'five\n six {z:>{w}}\'\'\')\n""")
+    words = prose_of(file).split()
+    assert words == ["one", "{name!r}", "of", "{f'in", "{y}'}", "two.", "three", "four", "five", "six", "{z:>{w}}."]
+
+
 def test_a_folder_above_a_limit_is_named_with_its_rate(tmp_path: Path) -> None:
     file = tmp_path / "a.md"
     file.write_text(" ".join(["word"] * 99) + " no" + "body.")

@@ -10,7 +10,7 @@ import io
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,14 +50,32 @@ def prose_of(path: Path) -> str:
         return re.sub(r"^ {4}.*$|`[^`]*`", " ", text, flags=re.MULTILINE)
     parts: list[str] = []
     before = tokenize.ENCODING
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            parts.append(token.string.lstrip("# "))
-        elif token.type == tokenize.STRING and " " in token.string.strip("\"'"):
+    for kind, string in _tokens(text):
+        if kind == tokenize.COMMENT:
+            parts.append(string.lstrip("# "))
+        elif kind == tokenize.STRING and " " in string.strip("\"'"):
             # Adjacent strings are one sentence, others are sentences of their own.
-            parts.append(STRING_MARKS.sub("", token.string) + (" " if before == tokenize.STRING else ".\n"))
-        before = token.type
+            parts.append(STRING_MARKS.sub("", string) + (" " if before == tokenize.STRING else ".\n"))
+        before = kind
     return re.sub(r"`[^`]*`", " ", "\n".join(parts))
+
+
+def _tokens(text: str) -> Iterator[tuple[int, str]]:
+    """Return the types and texts of tokens, each f-string as one string: from Python 3.12 on it is several tokens."""
+    lines, depth, start = text.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":
+            start = token.start if not depth else start
+            depth += 1
+        elif name == "FSTRING_END":
+            depth -= 1
+            if not depth:
+                (first, column), (last, end) = start, token.end
+                rows = [*lines[first - 1 : last - 1], lines[last - 1][:end]]
+                yield tokenize.STRING, "".join(rows)[column:]
+        elif not depth:
+            yield token.type, token.string
 
 
 def count(text: str) -> Counter[str]:
