@@ -30,7 +30,7 @@ class ConnectionTable:
         partial_bytes: Bytes of all incomplete messages.
         over: Connections that have ended, with their last message handed out; `end_over` removes them.
         gone: The numbers of admitted connections that ended, until they are reported.
-        lingering: Connections that were removed, but whose sockets are still open, oldest first.
+        lingering: Removed connections with a socket that is still open, oldest first.
         now_ns: The time of the last look at the sockets, which is exact enough for time limits.
     """
 

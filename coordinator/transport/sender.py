@@ -14,7 +14,7 @@ BATCH_MAX = 8  # messages batched for one peer, which can process the first whil
 
 
 class Sender:
-    """Sends to the connections of one side, and resumes those whose send queue has drained.
+    """Sends to the connections of one side, and resumes those with a drained send queue.
 
     Attributes:
         unsent: Connections with batched messages.

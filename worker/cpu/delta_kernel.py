@@ -1,6 +1,6 @@
 """CPU kernel of the gated delta rule: one token of each row, with the states in the pages of the pool.
 
-A ticket is a head of a row, whose state is a matrix [key_size, value_size]. Its columns are advanced a few vectors at a
+A ticket is a head of a row, with a state [key_size, value_size]. Its columns are advanced a few vectors at a
 time, twice over all lines: to multiply by the key, then to add the correction and multiply by the query. The state is
 written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone.
 """

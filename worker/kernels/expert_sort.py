@@ -32,7 +32,7 @@ class Blocks:
     Attributes:
         order: [pairs] int32, the pairs by expert. For one token: the experts in order of the router.
         blocks: [count, FIELDS] int32: expert, and the range of the block in `order`. For one token: as `order`.
-        count: Number of blocks, of which the last ones may be empty.
+        count: Number of blocks; the last ones may be empty.
         alone: Whether each block holds one pair, with its own number: the case of one token.
     """
 

@@ -1,4 +1,4 @@
-"""Products of few results in float32: the routers of experts whose weights stay in float32.
+"""Products of few results in float32: the routers of experts, with weights that stay in float32.
 
 A program holds a few rows of the weight in registers, and multiplies some tokens with them one after another. A sum has
 the same order whatever the number of tokens, without padding them to slabs for torch's library.

@@ -1,6 +1,6 @@
 """Finds and joins the parts of attention over latents in a transformers model (see `kernels.latent`).
 
-The projection that expands a latent to keys and values is not multiplied: each head's part of it is absorbed by the
+The projection that expands a latent to keys and values is not multiplied: each head's part is absorbed by the
 query, or follows attention. Both are views of its weight, so that no number is stored twice.
 """
 

@@ -29,7 +29,7 @@ class MixerPlan:
 
     Attributes:
         rows: The sections of the first dimension of what is cut there.
-        sums: The section of the last dimension of projections whose results are summed over the ranks.
+        sums: The section of the last dimension of projections with results that are summed over the ranks.
         sizes: The sections that attributes count.
         buffers: The sections of the last dimension of buffers.
         norm: The norm over the numbers of each group, and the groups.

@@ -1,6 +1,6 @@
 """The order in which a step's rows run through mixers.
 
-A sequence whose tokens are computed again has several rows in one step: its prompt, and each generated token. Each goes
+A sequence that is computed again has several rows in one step: its prompt, and each generated token. Each goes
 on with the state that the one before it left. Rows are therefore cut into waves, with one row of each sequence at most.
 Almost every step is one wave.
 """

@@ -5,12 +5,12 @@ a resident sequence, positions [0, computed) have KV that a worker acknowledged.
 positions [computed, scheduled) and sample `pending` further tokens. A resident sequence always holds
 ceil((length + pending) / block_size) blocks.
 
-In a pool whose model keeps a recurrent state, a resident sequence also holds `state_used` blocks in `states`, which no
+In a pool for a recurrent state, a resident sequence also holds `state_used` blocks in `states`, which no
 other sequence shares. They hold the state behind exactly `scheduled` tokens as soon as the steps in flight have ended.
 A state cannot go back: a sequence that loses tokens or unacknowledged KV gives up its blocks, and moves in again when
 needed.
 
-In a pool whose model has layers with a sliding window, a resident sequence also holds window blocks for its blocks
+In a pool for layers with a sliding window, a resident sequence also holds window blocks for its blocks
 [window_first, window_end); see `windows`.
 
 GENERATED is added to the id of a token that was generated here, because some workers compute the KV of such tokens

@@ -256,7 +256,7 @@ class Windows:
         return held
 
     def out_of_sight(self, group: Group, slots: Slots) -> tuple[Slots, Slots]:
-        """Return the blocks whose window blocks no token to come can see, now that further tokens are acknowledged.
+        """Return the blocks with window blocks that no token to come can see, now that further tokens are acknowledged.
 
         Most turns find none, or one of each of few rows.
 

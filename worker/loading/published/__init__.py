@@ -44,7 +44,7 @@ def parse_format(values: Mapping[str, Any], model: str) -> PublishedFormat:
         The format.
 
     Raises:
-        UnsupportedModel: The format, or a setting of it, is not served.
+        UnsupportedModel: The format, or one of its settings, is not served.
     """
     method = values.get("quant_method")
     if method not in PARSERS:
