@@ -62,6 +62,22 @@ SHAPES: dict[str, dict[str, Any]] = {  # layers of published models, fewer of th
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    "granite4": {  # of Granite 4.0 H 1B: 48 states of 64 x 128 in a layer
+        **PLAIN,
+        "model_type": "granitemoehybrid",
+        "hidden_size": 1536,
+        "shared_intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 0,
+        "position_embedding_type": "nope",
+        "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba", "attention", "mamba", "mamba"],
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+    },
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, latent_layers, latents, layers, recurrent, stored
+from . import attention, experts, latent_layers, latents, layers, recurrent, state_space, stored
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -41,6 +41,8 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.wide_linear", "wide_linear_kernel"): latent_layers.wide_configurations,
     ("kernels.recurrent_kernels", "convolve_kernel"): recurrent.convolve_configurations,
     ("kernels.recurrent_kernels", "delta_kernel"): recurrent.delta_configurations,
+    ("kernels.state_space_kernels", "state_space_kernel"): state_space.state_space_configurations,
+    ("kernels.state_space_kernels", "group_norm_kernel"): state_space.group_norm_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,

@@ -36,7 +36,7 @@ def delta_configurations(target: Target) -> list[Configuration]:
     return distinct(_delta(target, *each) for each in product(FLOATS, FLOATS, DELTAS, (False, True)))
 
 
-def _states(name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: torch.dtype, far: bool) -> StateRows:
+def states_of_a_row(name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: torch.dtype, far: bool) -> StateRows:
     """Return the states of one row. far: the pool has more than 2 GiB."""
     page = 1 << 16
     memory = meta_tensor(1 + FAR_BYTES // page if far else 64, page, dtype=torch.uint8)
@@ -51,7 +51,9 @@ def _convolution(target: Target, dtypes: tuple[torch.dtype, torch.dtype], model:
     convolution = Convolution(meta_tensor(channels, taps, dtype=dtype), bias, gated, silu)
     x = meta_tensor(1, convolution.inputs, dtype=dtype)
     with recorded(target) as launched:
-        convolve(launched_on(target), x, _states(CONVOLUTION, (1, channels, taps), dtype, kept, far), convolution)
+        convolve(
+            launched_on(target), x, states_of_a_row(CONVOLUTION, (1, channels, taps), dtype, kept, far), convolution
+        )
     label = f"convolution {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
     return Configuration(label, launched[0], matrix=False)
 
@@ -64,7 +66,7 @@ def _delta(target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, fa
         *(meta_tensor(1, width, dtype=dtype) for width in (sum(delta.parts), delta.parts[2], heads, heads))
     )
     with recorded(target) as launched:
-        advance_delta(launched_on(target), inputs, _states(RECURRENT, delta.state, F32, kept, far), delta)
+        advance_delta(launched_on(target), inputs, states_of_a_row(RECURRENT, delta.state, F32, kept, far), delta)
     assert value_size * kept.itemsize % ALIGNMENT == 0, "sizes of models are multiples"
     label = f"gated delta {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
     return Configuration(label, launched[0], matrix=False)

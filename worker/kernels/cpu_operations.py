@@ -14,6 +14,7 @@ from kvforge.worker.cpu.delta_kernel import NUMBERS_PER_US as STATE_NUMBERS_PER_
 from kvforge.worker.cpu.delta_kernel import advance_delta
 from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
+from kvforge.worker.cpu.state_space_kernel import advance_state_space, group_norm
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
@@ -25,6 +26,7 @@ from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
 from .recurrent import Convolution, DeltaInputs, GatedDelta
+from .state_space import StateSpace, StateSpaceInputs
 from .tiles import Layouts
 
 
@@ -241,6 +243,58 @@ class CpuOperations(PackedOperations):
             whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
             state_code=CODES[state.stored],
             epsilon=delta.epsilon,
+        )
+        return found
+
+    def advance_state_space(self, inputs: StateSpaceInputs, states: StateRows, space: StateSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_state_space`."""
+        mixed, state, lines, weight = inputs.mixed, states.tensor, states.lines, space.weight
+        given = (mixed, inputs.gate, inputs.time_steps)
+        alike = all(each.dtype == mixed.dtype and each.stride(1) == 1 for each in given)
+        alike &= weight.dtype == mixed.dtype and weight.is_contiguous()
+        if lines is None or not alike or mixed.dtype not in CODES or state.stored not in CODES:
+            return super().advance_state_space(inputs, states, space)
+        rows, size, code = len(mixed), mixed.itemsize, CODES[mixed.dtype]
+        gated = torch.empty((rows, len(weight)))
+        found = torch.empty_like(gated, dtype=mixed.dtype)
+        head_bytes = space.head_size * space.state_size * state.stored.itemsize
+        advance_state_space(
+            threads_for(rows * math.prod(space.state) / STATE_NUMBERS_PER_US),
+            mixed=mixed.data_ptr(),
+            stride=mixed.stride(0) * size,
+            gate=inputs.gate.data_ptr(),
+            gate_stride=inputs.gate.stride(0) * size,
+            steps=inputs.time_steps.data_ptr(),
+            steps_stride=inputs.time_steps.stride(0) * size,
+            rates=space.rates.data_ptr(),
+            biases=space.biases.data_ptr(),
+            skips=space.skips.data_ptr(),
+            target=gated.data_ptr(),
+            rounded=found.data_ptr(),
+            rows=rows,
+            heads=space.heads,
+            groups=space.groups,
+            head_size=space.head_size,
+            state_size=space.state_size,
+            code=code,
+            memory=states.memory.data_ptr(),
+            page_bytes=states.memory.stride(0),
+            pages=states.pages.data_ptr(),
+            page_count=states.pages.shape[1],
+            lines=lines.data_ptr(),
+            whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
+            state_code=CODES[state.stored],
+        )
+        group_norm(
+            _threads(gated),
+            source=gated.data_ptr(),
+            target=found.data_ptr(),
+            weight=weight.data_ptr(),
+            rows=rows,
+            groups=space.groups,
+            size=len(weight) // space.groups,
+            code=code,
+            epsilon=space.epsilon,
         )
         return found
 

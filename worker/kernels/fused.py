@@ -32,6 +32,8 @@ from .recurrent import Convolution, DeltaInputs, GatedDelta
 from .recurrent_kernels import advance_delta, can_advance_delta, can_convolve, convolve
 from .rotary import rotary
 from .router_kernel import route
+from .state_space import StateSpace, StateSpaceInputs
+from .state_space_kernels import advance_state_space, can_advance_state_space
 from .stored import codes_of
 from .stored_experts import stored_block_tokens, stored_down, stored_up
 from .stored_linear import stored_linear
@@ -231,6 +233,12 @@ class FusedOperations:
         if not can_advance_delta(states, delta):
             return self._plain.advance_delta(inputs, states, delta)
         return advance_delta(self, inputs, states, delta)
+
+    def advance_state_space(self, inputs: StateSpaceInputs, states: StateRows, space: StateSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_state_space`."""
+        if not can_advance_state_space(states, space):
+            return self._plain.advance_state_space(inputs, states, space)
+        return advance_state_space(self, inputs, states, space)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

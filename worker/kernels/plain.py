@@ -23,6 +23,7 @@ from .quantised import QuantisedWeight
 from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
 from .router import route
 from .row_counts import padded
+from .state_space import StateSpace, StateSpaceInputs, advance_plain
 
 HEAD_ROWS = 16  # rows of one product of all heads
 MKL_ROWS = 16  # fewer rows take as long: see `Device.product_rows`
@@ -231,6 +232,10 @@ class PlainOperations:
             rows.append((normed * gate).to(found.dtype).flatten())
         states.write(state)
         return torch.stack(rows)
+
+    def advance_state_space(self, inputs: StateSpaceInputs, states: StateRows, space: StateSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_state_space`."""
+        return advance_plain(inputs, states, space)
 
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""

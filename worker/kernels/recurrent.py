@@ -16,6 +16,8 @@ from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows
 
+from .state_space import StateSpace, StateSpaceInputs
+
 CONVOLUTION, RECURRENT = "conv 0", "recurrent 0"  # names of states
 SUM_MIN = 1e-6  # added to the sum of squares of a query or a key, before it is divided by the root
 
@@ -144,6 +146,18 @@ class StateOperations(Protocol):
             [rows, value heads x value_size], a new tensor in the dtype of the inputs.
         """
 
+    def advance_state_space(self, inputs: StateSpaceInputs, states: StateRows, space: StateSpace) -> torch.Tensor:
+        """Advance state spaces by one token of each row, and write the states.
+
+        Args:
+            inputs: The inputs.
+            states: The states of all heads.
+            space: The state spaces.
+
+        Returns:
+            [rows, heads x head_size], a new tensor in the dtype of the inputs.
+        """
+
 
 class MixerStep(Protocol):
     """The step of one layer, between the projections of its input and that of its result."""
@@ -155,6 +169,10 @@ class MixerStep(Protocol):
     @property
     def delta(self) -> GatedDelta | None:
         """Its gated delta rule; None: it has none."""
+
+    @property
+    def space(self) -> StateSpace | None:
+        """Its state spaces; None: it has none."""
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -199,11 +217,13 @@ class ConvolutionStep:
         convolution: The convolution.
         projection: The name of the projection of its input.
         delta: None.
+        space: None.
     """
 
     convolution: Convolution
     projection: str
     delta: None = None
+    space: None = None
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -229,11 +249,13 @@ class DeltaStep:
         delta: The rule.
         projections: The names of the projections to queries, keys and values, to the gate, to b and to a. Two names:
             the first has all but b and a, the second these two, and both are cut by heads of keys (Qwen3-Next).
+        space: None.
     """
 
     convolution: Convolution
     delta: GatedDelta
     projections: tuple[str, ...]
+    space: None = None
 
     def run(
         self,
@@ -256,3 +278,38 @@ class DeltaStep:
         beta, decay = factors.view(rows, delta.key_heads, -1).chunk(2, dim=2)
         joined = torch.cat([part.reshape(rows, -1) for part in mixed], dim=1)
         return [joined, *(part.reshape(rows, -1) for part in (gate, beta, decay))]
+
+
+@dataclass(frozen=True)
+class StateSpaceStep:
+    """The step of a layer with a convolution of x, B and C and state spaces (Mamba 2).
+
+    Attributes:
+        convolution: The convolution.
+        space: The state spaces.
+        projection: The name of the projection to the gate, x, B and C, and time steps.
+        delta: None.
+    """
+
+    convolution: Convolution
+    space: StateSpace
+    projection: str
+    delta: None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Implement `MixerStep.projections`."""
+        return (self.projection,)
+
+    def run(
+        self,
+        operations: StateOperations,
+        projected: Mapping[str, torch.Tensor],
+        states: Callable[[str], StateRows],
+    ) -> torch.Tensor:
+        """Implement `MixerStep.run`."""
+        space = self.space
+        sizes = [len(space.weight), sum(space.parts), space.heads]
+        gate, mixed, time_steps = projected[self.projection].split(sizes, dim=1)
+        mixed = operations.convolve(mixed, states(CONVOLUTION), self.convolution)
+        return operations.advance_state_space(StateSpaceInputs(mixed, gate, time_steps), states(RECURRENT), space)

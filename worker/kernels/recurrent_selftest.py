@@ -19,6 +19,7 @@ from .interface import LayerOperations
 from .plain import PlainOperations
 from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
 from .selftest import TOLERANCE
+from .state_space import StateSpace, StateSpaceInputs
 
 ROWS = (1, 5)
 Advance = Callable[[LayerOperations, slice, StateRows], torch.Tensor]
@@ -49,6 +50,12 @@ def recurrent_test(fused: FusedDecoder, device: Device) -> None:
             shape = f"{rows} rows of {'x'.join(map(str, delta.state[1:]))}, {name}"
             compare = partial(compare_delta, operations, delta, dtype, rows)
             checks.append(partial(require_right, device, "gated delta", shape, compare, WAY_OUT))
+    spaces = {(each.space.state, each.space.groups): each.space for each in steps if each is not None and each.space}
+    for space in spaces.values():
+        for rows in ROWS:
+            shape = f"{rows} rows of {'x'.join(map(str, space.state[1:]))}, {name}"
+            compare = partial(compare_state_space, operations, space, dtype, rows)
+            checks.append(partial(require_right, device, "state space", shape, compare, WAY_OUT))
     require_all_right(device, checks)
 
 
@@ -81,16 +88,9 @@ def compare_delta(
     kept: torch.dtype | None = None,
 ) -> str:
     """Return how a gated delta rule differs from plain torch, or a row's bits from those alone; "" if they do not."""
-    device = delta.weight.device
-    generator = torch.Generator(device).manual_seed(rows)
-
-    def random(width: int) -> torch.Tensor:
-        numbers = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=device)
-        numbers[:rows].normal_(generator=generator)
-        return numbers[:rows]
-
-    heads = delta.value_heads
-    given = [random(width) for width in (sum(delta.parts), delta.parts[2], heads, heads)]
+    generator, heads = torch.Generator(delta.weight.device).manual_seed(rows), delta.value_heads
+    widths = (sum(delta.parts), delta.parts[2], heads, heads)
+    given = [_before_nan(rows, width, dtype, generator) for width in widths]
     tensor = StateTensor(0, RECURRENT, delta.state, torch.float32, kept)
     return compare_steps(
         operations,
@@ -98,6 +98,35 @@ def compare_delta(
         scattered(tensor, rows, generator),
         TOLERANCE[dtype if kept is None else kept],
     )
+
+
+@torch.inference_mode()
+def compare_state_space(
+    operations: LayerOperations,
+    space: StateSpace,
+    dtype: torch.dtype,
+    rows: int,
+    kept: torch.dtype | None = None,
+) -> str:
+    """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
+    generator = torch.Generator(space.weight.device).manual_seed(rows)
+    widths = (sum(space.parts), len(space.weight), space.heads)
+    given = [_before_nan(rows, width, dtype, generator) for width in widths]
+    tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        return operations.advance_state_space(StateSpaceInputs(*(each[chosen] for each in given)), states, space)
+
+    return compare_steps(
+        operations, advance, scattered(tensor, rows, generator), TOLERANCE[dtype if kept is None else kept]
+    )
+
+
+def _before_nan(rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers [rows, width], with a row of NaN behind them in memory."""
+    numbers = torch.full((rows + 1, width), float("nan"), dtype=dtype, device=generator.device)
+    numbers[:rows].normal_(generator=generator)
+    return numbers[:rows]
 
 
 def scattered(tensor: StateTensor, rows: int, generator: torch.Generator) -> StateRows:

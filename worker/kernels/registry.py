@@ -248,6 +248,18 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.wide_linear", "wide_linear_kernel", PlainOperations.wide_linear, _layers),
     Kernel("kvforge.worker.kernels.recurrent_kernels", "convolve_kernel", PlainOperations.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.recurrent_kernels", "delta_kernel", PlainOperations.advance_delta, _recurrent),
+    Kernel(
+        "kvforge.worker.kernels.state_space_kernels",
+        "state_space_kernel",
+        PlainOperations.advance_state_space,
+        _recurrent,
+    ),
+    Kernel(
+        "kvforge.worker.kernels.state_space_kernels",
+        "group_norm_kernel",
+        PlainOperations.advance_state_space,
+        _recurrent,
+    ),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
     Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),
@@ -272,6 +284,15 @@ CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.layer_kernels", "gate", PlainOperations.gated, _layers),
     CpuKernelEntry("kvforge.worker.cpu.convolution_kernel", "convolve", PlainOperations.convolve, _recurrent),
     CpuKernelEntry("kvforge.worker.cpu.delta_kernel", "advance_delta", PlainOperations.advance_delta, _recurrent),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.state_space_kernel",
+        "advance_state_space",
+        PlainOperations.advance_state_space,
+        _recurrent,
+    ),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.state_space_kernel", "group_norm", PlainOperations.advance_state_space, _recurrent
+    ),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvforge.worker.kernels.recurrent import Convolution, ConvolutionStep, DeltaStep, GatedDelta, MixerStep
+from kvforge.worker.kernels.recurrent import (
+    Convolution,
+    ConvolutionStep,
+    DeltaStep,
+    GatedDelta,
+    MixerStep,
+    StateSpaceStep,
+)
+from kvforge.worker.kernels.state_space import StateSpace
 
 
 def _convolution(part: Any, *, is_gated: bool = False, has_silu: bool = False) -> Convolution:
@@ -43,8 +51,26 @@ def _gated_delta(mixer: Any) -> MixerStep | None:
     return DeltaStep(_convolution(mixer.conv1d, has_silu=True), _delta(mixer), names)
 
 
+def _mamba_2(mixer: Any) -> MixerStep | None:
+    """As transformers' step of one token, which leaves time steps without limits."""
+    if mixer.activation != "silu" or mixer.norm.group_size * mixer.n_groups != mixer.intermediate_size:
+        return None  # another activation, or a group whose norm several ranks share
+    space = StateSpace(
+        mixer.n_groups,
+        mixer.ssm_state_size,
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_bias.detach().float(),
+        mixer.D.detach().float(),
+        mixer.norm.weight.detach(),
+        mixer.norm.variance_epsilon,
+    )
+    return StateSpaceStep(_convolution(mixer.conv1d, has_silu=True), space, "in_proj")
+
+
 # By the folder in transformers.models and the class of the mixer.
 STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
+    "bamba.BambaMixer": _mamba_2,
+    "granitemoehybrid.GraniteMoeHybridMambaLayer": _mamba_2,
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
     "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,

@@ -28,8 +28,9 @@ from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.project import HEAD_SIZES
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
 from kvforge.worker.kernels.registry import KERNELS
+from kvforge.worker.kernels.state_space import StateSpace, StateSpaceInputs
 from kvforge.worker.kernels.stored import StoredWeight
-from tools.aot import latent_layers, recurrent, stored
+from tools.aot import latent_layers, recurrent, state_space, stored
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
 from tools.aot.experts import OSS_GATING, ROUTERS, Layout
@@ -45,7 +46,7 @@ OF_CODES = [
     kernel for kernel in LAYERS if kernel.module.endswith(("stored_linear", "stored_project", "stored_experts"))
 ]
 OF_LATENTS = [kernel for kernel in LAYERS if kernel.module.endswith(("by_head", "latent_inputs", "wide_linear"))]
-OF_STATES = [kernel for kernel in LAYERS if kernel.module.endswith("recurrent_kernels")]
+OF_STATES = [kernel for kernel in LAYERS if kernel.module.endswith(("recurrent_kernels", "state_space_kernels"))]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
@@ -220,6 +221,15 @@ def run_states(
         widths = (sum(delta.parts), delta.parts[2], len(numbers), len(numbers))
         inputs = DeltaInputs(*(torch.empty((rows, width), dtype=dtype) for width in widths))
         operations.advance_delta(inputs, states(RECURRENT, delta.state, torch.float32), delta)
+    for heads, head_size, declared, state_size in state_space.MODELS.values():
+        groups = random.choice((1, 2, 8))
+        numbers = torch.empty(heads // declared * groups)
+        weight = torch.empty(len(numbers) * head_size, dtype=dtype)
+        space = StateSpace(groups, state_size, numbers, numbers, numbers, weight, 1e-6)
+        widths = (len(weight), sum(space.parts), len(numbers))
+        gate, mixed, steps = torch.empty((rows, sum(widths)), dtype=dtype).split(widths, 1)
+        tables = states(RECURRENT, space.state, torch.float32)
+        operations.advance_state_space(StateSpaceInputs(mixed, gate, steps), tables, space)
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if name != "sm_75"])  # T4 multiplies no codes

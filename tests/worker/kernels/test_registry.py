@@ -44,7 +44,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.engine import Engine
 from tests.worker.conftest import TINY
 from tests.worker.device.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
-from tests.worker.loading.random_models import HYBRIDS, LINEAR_HEADS
+from tests.worker.loading.random_models import HYBRIDS, LINEAR_HEADS, MAMBA_2
 
 DEVICE = open_device("auto")
 CPU = open_device("cpu")
@@ -58,6 +58,7 @@ SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
 LATENTS = {"num_key_value_heads": 2, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 48, "v_head_dim": 64}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
 FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA_2, "mamba_n_heads": 16, "num_hidden_layers": 2, "attn_layer_indices": [1]},
     "deepseek_v3": {**LATENTS, **ROUTED, "first_k_dense_replace": 0},  # and rotary keys of 64
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {
@@ -69,6 +70,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 RECURRENT = {
     "kvforge.worker.cpu.convolution_kernel": "lfm2",
     "kvforge.worker.cpu.delta_kernel": "qwen3_5",
+    "kvforge.worker.cpu.state_space_kernel": "bamba",
 }  # models with steps that run a kernel
 SHAPES_OF_LATENTS = (  # of the portable kernels, and of Hopper's
     AttentionShape(2, 1, 48, AttentionOptions(0.125), latent=32),
@@ -224,6 +226,8 @@ def model_of(kernel: Kernel) -> str:
         return "gemma2"
     if kernel.name == "xielu_kernel":
         return "apertus"
+    if kernel.module == "kvforge.worker.kernels.state_space_kernels":
+        return "bamba"
     if kernel.name in ("convolve_kernel", "delta_kernel"):
         return {"convolve_kernel": "lfm2", "delta_kernel": "qwen3_5_text"}[kernel.name]
     if kernel.name in ("by_head_kernel", "latent_inputs_kernel", "wide_linear_kernel"):

@@ -42,7 +42,8 @@ SCHEDULES = {
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-STEPPING = ("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")  # with kernels for generated tokens
+# With kernels for generated tokens.
+STEPPING = ("bamba", "granite", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.
@@ -304,7 +305,7 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kernels", "wanted"),
     [
-        ("granite", True, "transformers' own: 2 layers, one row after the other"),
+        ("jamba", True, "transformers' own: 2 layers, one row after the other"),
         ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", False, "generated tokens: plain torch, all rows together; prompts: transformers' own; 2 layers"),
     ],

@@ -1,0 +1,142 @@
+"""CPU kernels of Mamba 2's state spaces: one token of each row, with the states in the pages of the pool.
+
+A ticket of the first is a head of a row, with a state [head_size, state_size]: each line is read and written once.
+The second normalises the results of a group of heads. Sums run in the order of the numbers, so that a row's bits
+depend on its own numbers alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvforge.worker.cpu.kernel import cpu_kernel, part
+from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, spread_one, store_any, write_any
+from kvforge.worker.cpu.vector import (
+    FLOAT32,
+    LANES,
+    exp,
+    first_lane,
+    fma,
+    multiply,
+    next_ticket,
+    read_double,
+    read_integer,
+    read_integer32,
+    reading_integers,
+    total,
+)
+
+NUMBERS_PER_US = 3_000  # of a state, throughput of one thread
+F = np.float32
+read_10 = reading_integers(10)
+
+
+@part
+def advance_line(line, b, c, code, count, kept, factor, state_code):
+    """Compute S = kept S + factor b for a line S of a state; return the sum of S c."""
+    size, state_size = item_bytes(code), item_bytes(state_code)
+    decays, factors, sums, at = spread(kept), spread(factor), spread(F(0)), 0
+    while at + LANES <= count:
+        place = line + state_size * at
+        held = fma(load_any(b + size * at, code), factors, multiply(load_any(place, state_code), decays))
+        store_any(place, held, state_code)
+        sums = fma(held, load_any(c + size * at, code), sums)
+        at += LANES
+    found = total(sums)
+    for index in range(at, count):
+        place = line + state_size * index
+        number = read_any(place, state_code) * kept + read_any(b + size * index, code) * factor
+        write_any(place, number, state_code)
+        found += number * read_any(c + size * index, code)
+    return found
+
+
+@cpu_kernel(
+    "mixed stride gate gate_stride steps steps_stride rates biases skips target rounded rows heads groups head_size "
+    "state_size code memory page_bytes pages page_count lines whole state_code"
+)
+def advance_state_space(arguments):
+    """Advance the state of each row and head by one token; see `StateOperations.advance_state_space`.
+
+    Strides: bytes from one row to the next. rates, biases, skips: [heads] float32. target: [rows, heads x head_size]
+    float32, y silu(gate). rounded: the same numbers in the dtype of the inputs, space to round y in. pages: [rows,
+    page_count] int32. lines: see StateRows. whole: whether the lines of each head lie together.
+    """
+    _, _, mixed, stride, gate, gate_stride, steps, steps_stride, rates, biases = read_10(arguments)
+    skips, target, rounded, rows, heads, groups, head_size, state_size, code, memory = read_10(arguments + 80)
+    page_bytes, pages, page_count = (
+        read_integer(arguments + 160),
+        read_integer(arguments + 168),
+        read_integer(arguments + 176),
+    )
+    lines, whole, state_code = (
+        read_integer(arguments + 184),
+        read_integer(arguments + 192),
+        read_integer(arguments + 200),
+    )
+    size, line_bytes = item_bytes(code), item_bytes(state_code) * state_size
+    while True:
+        ticket = next_ticket(arguments)
+        if ticket >= rows * heads:
+            return
+        row, head = ticket // heads, ticket % heads
+        own, first = pages + 4 * page_count * row, lines + 8 * head_size * head
+        x = mixed + stride * row + size * head_size * head
+        b = mixed + stride * row + size * (head_size * heads + state_size * (head // (heads // groups)))
+        c = b + size * state_size * groups
+        time = read_any(steps + steps_stride * row + size * head, code) + read_any(biases + 4 * head, FLOAT32)
+        step = F(time) if time > F(20) else F(math.log1p(math.exp(float(time))))
+        kept = F(math.exp(float(read_any(rates + 4 * head, FLOAT32) * step)))
+        skip, base = read_any(skips + 4 * head, FLOAT32), 0
+        if whole != 0:
+            page = read_integer32(own + 4 * read_integer32(first))
+            base = memory + page_bytes * page + read_integer32(first + 4)
+        for index in range(head_size):
+            if whole != 0:
+                line = base + line_bytes * index
+            else:
+                page = read_integer32(own + 4 * read_integer32(first + 8 * index))
+                line = memory + page_bytes * page + read_integer32(first + 8 * index + 4)
+            number = read_any(x + size * index, code)
+            found = advance_line(line, b, c, code, state_size, kept, step * number, state_code) + skip * number
+            place = head_size * ticket + index
+            write_any(rounded + size * place, found, code)
+            given = read_any(gate + gate_stride * row + size * (head_size * head + index), code)
+            opened = given / (F(1) + first_lane(exp(spread_one(-given))))
+            write_any(target + 4 * place, read_any(rounded + size * place, code) * opened, FLOAT32)
+
+
+@cpu_kernel("source target weight rows groups size code epsilon:d")
+def group_norm(arguments):
+    """Normalise each group of a row, `size` numbers, by its root mean square, and multiply it by its weight.
+
+    source: [rows, groups x size] float32. target, weight: in another dtype. They must not overlap.
+    """
+    _, _, source, target, weight, rows, groups, count, code, _ = read_10(arguments)
+    epsilon, size = F(read_double(arguments + 72)), item_bytes(code)
+    while True:
+        ticket = next_ticket(arguments)
+        if ticket >= rows * groups:
+            return
+        given, place = source + 4 * count * ticket, target + size * count * ticket
+        factors, squares, at = weight + size * count * (ticket % groups), spread(F(0)), 0
+        while at + LANES <= count:
+            x = load_any(given + 4 * at, FLOAT32)
+            squares = fma(x, x, squares)
+            at += LANES
+        summed = total(squares)
+        for index in range(at, count):
+            x = read_any(given + 4 * index, FLOAT32)
+            summed += x * x
+        scale, at = F(1) / F(math.sqrt(summed / F(count) + epsilon)), 0
+        while at + LANES <= count:
+            to = place + size * at
+            store_any(to, multiply(load_any(given + 4 * at, FLOAT32), spread(scale)), code)
+            store_any(to, multiply(load_any(factors + size * at, code), load_any(to, code)), code)
+            at += LANES
+        for index in range(at, count):
+            to = place + size * index
+            write_any(to, read_any(given + 4 * index, FLOAT32) * scale, code)
+            write_any(to, read_any(factors + size * index, code) * read_any(to, code), code)
