@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
-from kvforge.worker.loading import families, mixer_steps, mixers, probe, verification
+from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
@@ -48,6 +48,13 @@ STEPPING = ("bamba", "granite", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "q
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.
 ROUNDING, MAGNIFIED, MAGNIFIED_SHARE = 2e-5, 1e-3, 0.1
+
+
+@pytest.fixture(autouse=True)
+def _unsteady_rows_are_sought_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the trial of rows alone and in company, seconds of each load, but in `test_logits_and_bits`."""
+    if request.function is not test_logits_and_bits:
+        monkeypatch.setattr(determinism, "_unsteady", lambda _model: "")
 
 
 def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
