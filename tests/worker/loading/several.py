@@ -35,6 +35,7 @@ from tools.cluster.fork_server import Child, fork_server
 
 ASKED = 3
 COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step
+LIMITS_ON_CPU, LIMITS_ON_GPU = (200, 16), (700, 40)  # tokens of a prompt behind its prefix, and of an answer
 WAIT_S, END_S = 240.0, 20.0
 
 
@@ -121,7 +122,8 @@ def in_company(model: LoadedModel, alone: Alone, count: int) -> str:
     the same batches, because the random choices depend on no computed numbers."""
     random = Random(1)
     prefixes = [[random.randrange(model.vocab_size) for _ in range(random.randint(20, 120))] for _ in range(3)]
-    requests = [draw(random, number, prefixes, 700, model.vocab_size) for number in range(count)]
+    longest, most = LIMITS_ON_CPU if model.device.computes_on_cores else LIMITS_ON_GPU
+    requests = [draw(random, number, prefixes, longest, model.vocab_size, most) for number in range(count)]
     graph_rows_max = 0 if model.device.computes_on_cores else COMPANY_ROWS
     company = Company(model, random, COMPANY_ROWS, COMPANY_TOKENS, graph_rows_max)
     try:

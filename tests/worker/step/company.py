@@ -98,12 +98,14 @@ class Request:
         )
 
 
-def draw(random: Random, number: int, prefixes: Sequence[list[int]], longest: int, vocabulary: int) -> Request:
-    """Draw a request, every other one behind one of the prefixes."""
+def draw(
+    random: Random, number: int, prefixes: Sequence[list[int]], longest: int, vocabulary: int, most: int = 40
+) -> Request:
+    """Draw a request for at most `most` tokens, every other one behind one of the prefixes."""
     prompt = list(random.choice(prefixes)) if random.random() < 0.5 else []
     prompt += [random.randrange(vocabulary) for _ in range(1 + int(random.random() ** 3 * longest))]
     temperature = random.choice((0.0, 0.0, 0.7, 1.3))
-    return Request(number, prompt, 1 + int(random.random() ** 2 * 40), random.getrandbits(60), temperature)
+    return Request(number, prompt, 1 + int(random.random() ** 2 * most), random.getrandbits(60), temperature)
 
 
 class Company:
