@@ -16,7 +16,7 @@ pytestmark = pytest.mark.model
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
-AGAIN = 16  # steps of a further round: a wrong cached prompt shows in the first ones
+AGAIN = 8  # steps of a further round: a wrong cached prompt shows in the first ones
 PREEMPTED = 32  # steps where the pools cannot hold all
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
