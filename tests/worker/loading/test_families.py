@@ -19,7 +19,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.positions import QueryScale
-from kvforge.worker.loading import families, fusion, load, parts, verification
+from kvforge.worker.loading import determinism, families, fusion, load, parts, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.probe import bound_options
@@ -305,8 +305,11 @@ def assert_caught(
 ) -> None:
     name, change = PLANTED[what]
     find = parts.parts_of
-    # The checks before the weights are read run in test_a_described_decoder_computes_transformers_layers.
+    # The checks before the weights are read, and that of rows alone and in company, run in
+    # test_a_described_decoder_computes_transformers_layers.
     monkeypatch.setattr(building, "foresee", lambda _module, _device: ())
+    monkeypatch.setattr(building, "rehearse", lambda *_: None)
+    monkeypatch.setattr(determinism, "_unsteady", lambda _model: "")
 
     def planted(module: Any) -> parts.DecoderParts | None:
         found = find(module)
