@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.registry import KERNELS, Kernel
 
-from . import attention, experts, latent_layers, latents, layers, recurrent, state_space, stored
+from . import (
+    attention,
+    experts,
+    latent_layers,
+    latents,
+    layers,
+    recurrent,
+    recurrent_prompts,
+    state_space,
+    stored,
+)
 from .compilation import Configuration
 
 Declared = Callable[[Target], list[Configuration]]
@@ -43,6 +53,11 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.recurrent_kernels", "delta_kernel"): recurrent.delta_configurations,
     ("kernels.state_space_kernels", "state_space_kernel"): state_space.state_space_configurations,
     ("kernels.state_space_kernels", "group_norm_kernel"): state_space.group_norm_configurations,
+    ("kernels.prompt_convolution", "convolve_tiles_kernel"): recurrent_prompts.convolution_configurations,
+    ("kernels.prompt_convolution", "convolve_states_kernel"): recurrent_prompts.convolution_state_configurations,
+    ("kernels.prompt_delta", "delta_tiles_kernel"): recurrent_prompts.tiles_configurations,
+    ("kernels.prompt_delta", "delta_scan_kernel"): recurrent_prompts.scan_configurations,
+    ("kernels.prompt_delta", "gated_norm_kernel"): recurrent_prompts.norm_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,

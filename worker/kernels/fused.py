@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from .norm import add_norm, embed_norm, head_norm
 from .packed_table import look_up
 from .plain import PlainOperations
 from .project import can_project, project
-from .recurrent import Convolution, DeltaInputs, GatedDelta
+from .prompt_delta import choose_tiles as choose_delta_tiles
+from .prompt_operations import TritonPrompts
+from .recurrent import Convolution, DeltaInputs, GatedDelta, PromptForm
 from .recurrent_kernels import advance_delta, can_advance_delta, can_convolve, convolve
 from .rotary import rotary
 from .router_kernel import route
@@ -239,6 +242,10 @@ class FusedOperations:
         if not can_advance_state_space(states, space):
             return self._plain.advance_state_space(inputs, states, space)
         return advance_state_space(self, inputs, states, space)
+
+    def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
+        """Implement `StateOperations.for_prompts`."""
+        return None if choose_delta_tiles(self.target, dtype) is None else partial(TritonPrompts, self)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

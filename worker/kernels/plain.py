@@ -237,6 +237,9 @@ class PlainOperations:
         """Implement `StateOperations.advance_state_space`."""
         return advance_plain(inputs, states, space)
 
+    def for_prompts(self, _dtype: torch.dtype) -> None:
+        """Return None: in plain torch, transformers' modules are as fast."""
+
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""
 

@@ -1,7 +1,8 @@
 """Layers with a recurrent state: what their steps of one token consist of, and the operations of these steps.
 
 A step reads the states of all rows from their pages, computes one token of each row, and writes the states back. The
-bits of a row depend on no other row. Prompts run through another form, transformers' own (see `loading.mixers`).
+bits of a row depend on no other row. Prompts run through the chunked form of the same operations where a device has it
+(`StateOperations.for_prompts`), else through transformers' modules (see `loading.mixers`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows
 
+from .prompt_rows import PromptRows
 from .state_space import StateSpace, StateSpaceInputs
 
 CONVOLUTION, RECURRENT = "conv 0", "recurrent 0"  # names of states
@@ -157,6 +159,16 @@ class StateOperations(Protocol):
         Returns:
             [rows, heads x head_size], a new tensor in the dtype of the inputs.
         """
+
+    def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
+        """Return the form of these operations for prompts of a dtype; None: transformers' modules compute them."""
+
+
+PromptForm = Callable[[PromptRows], StateOperations]
+"""`convolve` and `advance_delta` over prompt rows, instead of one token of each row.
+
+Inputs and results then have all tokens of a step; results of tokens outside the rows are undefined.
+"""
 
 
 class MixerStep(Protocol):

@@ -36,27 +36,33 @@ def recurrent_test(fused: FusedDecoder, device: Device) -> None:
     name = str(dtype).removeprefix("torch.")
     if isinstance(operations, PlainOperations) and not operations.kernels:
         return
-    steps = [layer.mixer.step for layer in fused.layers if layer.mixer is not None]
-    convolutions = {_form(each.convolution): each.convolution for each in steps if each is not None}
+    convolutions, deltas, spaces = forms_of(fused)
     checks: list[Callable[[], None]] = []
-    for convolution in convolutions.values():
+    for convolution in convolutions:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, convolution.weight.shape))}, {name}"
             compare = partial(compare_convolution, operations, convolution, dtype, rows)
             checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
-    deltas = {each.delta.state: each.delta for each in steps if each is not None and each.delta is not None}
-    for delta in deltas.values():
+    for delta in deltas:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, delta.state[1:]))}, {name}"
             compare = partial(compare_delta, operations, delta, dtype, rows)
             checks.append(partial(require_right, device, "gated delta", shape, compare, WAY_OUT))
-    spaces = {(each.space.state, each.space.groups): each.space for each in steps if each is not None and each.space}
-    for space in spaces.values():
+    for space in spaces:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, space.state[1:]))}, {name}"
             compare = partial(compare_state_space, operations, space, dtype, rows)
             checks.append(partial(require_right, device, "state space", shape, compare, WAY_OUT))
     require_all_right(device, checks)
+
+
+def forms_of(fused: FusedDecoder) -> tuple[list[Convolution], list[GatedDelta], list[StateSpace]]:
+    """Return the convolutions, the rules and the state spaces of a decoder's layers, one of each form."""
+    steps = [layer.mixer.step for layer in fused.layers if layer.mixer is not None and layer.mixer.step is not None]
+    convolutions = {_form(each.convolution): each.convolution for each in steps}
+    deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
+    spaces = {(each.space.state, each.space.groups): each.space for each in steps if each.space is not None}
+    return list(convolutions.values()), list(deltas.values()), list(spaces.values())
 
 
 def _form(convolution: Convolution) -> tuple[object, ...]:

@@ -28,6 +28,8 @@ from .decoder import FusedDecoder
 from .experts import Experts
 from .packed import packing_problem, weight_kind
 from .plain import PlainOperations
+from .prompt_reference import PlainPrompts
+from .prompt_selftest import prompt_test
 from .quantised import PlainInputQuantiser
 from .recurrent_selftest import recurrent_test
 from .router import route
@@ -154,6 +156,7 @@ def _layers(serving: Serving) -> None:
 def _recurrent(serving: Serving) -> None:
     if serving.fused is not None:
         recurrent_test(serving.fused, serving.device)
+        prompt_test(serving.fused, serving.device)
 
 
 def _experts(serving: Serving) -> None:
@@ -260,6 +263,11 @@ KERNELS = (
         PlainOperations.advance_state_space,
         _recurrent,
     ),
+    Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_tiles_kernel", PlainPrompts.convolve, _recurrent),
+    Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_states_kernel", PlainPrompts.convolve, _recurrent),
+    Kernel("kvforge.worker.kernels.prompt_delta", "delta_tiles_kernel", PlainPrompts.advance_delta, _recurrent),
+    Kernel("kvforge.worker.kernels.prompt_delta", "delta_scan_kernel", PlainPrompts.advance_delta, _recurrent),
+    Kernel("kvforge.worker.kernels.prompt_delta", "gated_norm_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
     Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),

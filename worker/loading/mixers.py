@@ -4,7 +4,8 @@ A *mixer* is a module that mixes the tokens of a sequence through a state of fix
 delta rule, Mamba. transformers keeps the state in a cache that the mixer is given. Here each row of a step is given to
 the mixer alone, with a cache that holds the row's state, read from its pages before and written back behind it. A row's
 bits therefore do not depend on other rows. In a described decoder, generated tokens run through kernels of our own
-instead, all rows together, if the mixer's step is described (`mixer_steps`).
+instead, all rows together, if the mixer's step is described (`mixer_steps`), and on most GPUs prompts too
+(`mixer_prompts`).
 
 A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
 Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,
@@ -35,6 +36,7 @@ from kvforge.worker.attention.states import StateRows, StateTensor
 from kvforge.worker.kernels.recurrent import StateOperations
 
 from .forward_context import ForwardContext
+from .mixer_prompts import ChunkedPrompts, prompts_of
 from .mixer_steps import step_of
 from .mixer_waves import waves
 from .projections import JoinedTokens, ProjectionFinder, Projections
@@ -289,8 +291,9 @@ class BoundMixer:
         """Implement `Mixer`."""
         self._context.batch, self._context.pool, self._context.as_part = batch, pool, self._as_part
         step = None if self.step is None else partial(self.step.run, operations)
+        prompts = None if self.step is None else ChunkedPrompts(self.step, operations, batch)
         try:
-            mixed: torch.Tensor = self._part(normed[None], step=step)
+            mixed: torch.Tensor = self._part(normed[None], step=step, prompts=prompts)
         finally:
             self._context.batch = self._context.pool = None
             self._context.as_part = False
@@ -321,10 +324,16 @@ def _mixing(part: Any) -> Mixing:
 def _bound(binding: MixerBinding, part: Any) -> Any:
     forward, mix = part.forward, _mixing(part)
 
-    def run(hidden_states: torch.Tensor, *given: Any, step: Step | None = None, **keywords: Any) -> torch.Tensor:
+    def run(
+        hidden_states: torch.Tensor,
+        *given: Any,
+        step: Step | None = None,
+        prompts: ChunkedPrompts | None = None,
+        **keywords: Any,
+    ) -> torch.Tensor:
         context = binding.context
         if context.batch is not None:
-            return _mixed(binding, mix, hidden_states, step)
+            return _mixed(binding, mix, hidden_states, step, prompts)
         if context.separate:
             return _separate(binding, mix, hidden_states)
         mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
@@ -333,14 +342,17 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
     return run
 
 
-def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step | None) -> torch.Tensor:
-    """Run a mixer over the rows of a step: one after the other, or generated tokens together if it has a `step`.
+def _mixed(
+    binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step | None, prompts: ChunkedPrompts | None
+) -> torch.Tensor:
+    """Run a mixer over the rows of a step: one after the other, or together what `step` and `prompts` compute.
 
     Args:
         binding: The mixer's binding.
         mix: The mixer itself.
         hidden: [1, tokens, hidden size].
         step: Computes generated tokens; None: the mixer does.
+        prompts: Computes prompts where the device has operations for them; None: the mixer does.
 
     Returns:
         [1, tokens, hidden size].
@@ -358,6 +370,16 @@ def _mixed(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor, step: Step 
                 if wave.tokens is None:
                     return tokens.result([stepped], as_part)
                 parts |= {row: [each] for row, each in zip(wave.stepping, stepped.split(1, dim=1), strict=True)}
+            chunked = None if prompts is None else prompts.operations_of(wave, hidden.dtype)
+            if prompts is not None and chunked is not None:
+                states = partial(pool.states.rows, binding.index, pages=prompts_of(batch, wave).pages)
+                every = {name: each[0] for name, each in tokens.projected.items()}
+                found = prompts.step.run(chunked, every, states)[None]
+                if len(wave.alone) == len(batch.counts):
+                    return tokens.result([found], as_part)
+                places = [slice(*batch.query_starts[row : row + 2].tolist()) for row in wave.alone]
+                parts |= {row: [found[:, place]] for row, place in zip(wave.alone, places, strict=True)}
+                continue
             for row in wave.alone:
                 parts[row] = _mixed_alone(binding, mix, tokens, row, cuts_blocks)
     return tokens.result([part for row in sorted(parts) for part in parts[row]], as_part)

@@ -10,6 +10,7 @@ from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
 from kvforge.worker.kernels.stored import code_name
 
+from .mixer_prompts import Described
 from .model import LoadedModel
 from .probe import attending
 
@@ -52,11 +53,13 @@ def _states(model: LoadedModel) -> str:
     if model.fused is None or not stepping:
         return f"transformers' own: {layers} layers, one row after the other"
     operations = model.fused.operations
-    by = "Triton"
+    by, described = "Triton", [layer.mixer.step for layer in fused if layer.mixer is not None]
     if isinstance(operations, PlainOperations):
         by = "Numba" if operations.kernels else "plain torch"
     own = "" if stepping == layers else f", {layers - stepping} of them transformers' own"
-    return f"generated tokens: {by}, all rows together; prompts: transformers' own; {layers} layers{own}"
+    chunked = operations.for_prompts(model.dtype) is not None and any(isinstance(each, Described) for each in described)
+    prompts = f"{by}, in chunks" if chunked else "transformers' own"
+    return f"generated tokens: {by}, all rows together; prompts: {prompts}; {layers} layers{own}"
 
 
 def _sampling(model: LoadedModel) -> str:

@@ -70,6 +70,8 @@ LOCAL_BYTES_MAX_LATENT_QUANTISED = {
     "gfx1151": 952,
     "gfx1201": 236,
 }
+# Tiles of 64 x 128 beside the sums of two products; gfx11 takes every operand twice.
+LOCAL_BYTES_MAX_PROMPTS = LOCAL_BYTES_MAX | {"gfx1100": 496, "gfx1151": 496, "gfx1201": 64}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
@@ -90,6 +92,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "codes of experts": {"sm_80": 16, "sm_86": 8, "sm_89": 8},
     "experts": {"sm_86": 8, "sm_89": 8, "sm_120": 8},
     "choice: scan": {"": 8},
+    "gated delta of prompts": {"sm_120": 32, "": 16},
 }
 SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles that are padded and windowed
 REGISTERS = {32: 256, 64: 512}
@@ -146,6 +149,8 @@ def _local_bytes_max(compiled: Compiled) -> int:
     if label.startswith(("latent decode", "latent prefill")):
         quantised = " over " in label
         return (LOCAL_BYTES_MAX_LATENT_QUANTISED if quantised else LOCAL_BYTES_MAX_LATENT)[name]
+    if label.startswith("gated delta of prompts"):
+        return LOCAL_BYTES_MAX_PROMPTS[name]
     if not label.startswith(("decode", "prefill", "write")):
         return 0
     if "fp32" in label:
@@ -370,11 +375,10 @@ def test_every_declared_kernel_has_its_configurations(name: str) -> None:
     target = TARGETS[name]
     for kernel in KERNELS:
         runs = target.hopper or not kernel.hopper
-        # Without matrix instructions torch computes the products and attention over latents, and weights in codes are
-        # refused. Experts run by their kernels everywhere.
-        needs_matrix = (
-            kernel.name in ("linear_kernel", "project_kernel", "by_head_kernel") or ".kernels.stored" in kernel.module
-        )
+        # Without matrix instructions torch computes the products and attention over latents, transformers' modules the
+        # prompts of recurrent layers, and weights in codes are refused. Experts run by their kernels everywhere.
+        needs_matrix = kernel.name in ("linear_kernel", "project_kernel", "by_head_kernel")
+        needs_matrix |= any(part in kernel.module for part in (".kernels.stored", ".kernels.prompt_"))
         if needs_matrix or ".attention.latent_" in kernel.module:
             runs = runs and bool(target.matrix)
         made = configurations_of(kernel, target)

@@ -26,11 +26,18 @@ from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.project import HEAD_SIZES
-from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+from kvforge.worker.kernels.recurrent import (
+    CONVOLUTION,
+    RECURRENT,
+    Convolution,
+    DeltaInputs,
+    GatedDelta,
+    StateOperations,
+)
 from kvforge.worker.kernels.registry import KERNELS
 from kvforge.worker.kernels.state_space import StateSpace, StateSpaceInputs
 from kvforge.worker.kernels.stored import StoredWeight
-from tools.aot import latent_layers, recurrent, state_space, stored
+from tools.aot import latent_layers, recurrent, recurrent_prompts, state_space, stored
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
 from tools.aot.experts import OSS_GATING, ROUTERS, Layout
@@ -47,6 +54,7 @@ OF_CODES = [
 ]
 OF_LATENTS = [kernel for kernel in LAYERS if kernel.module.endswith(("by_head", "latent_inputs", "wide_linear"))]
 OF_STATES = [kernel for kernel in LAYERS if kernel.module.endswith(("recurrent_kernels", "state_space_kernels"))]
+OF_PROMPTS = [kernel for kernel in LAYERS if kernel.module.endswith(("prompt_convolution", "prompt_delta"))]
 # The other targets launch the same kernels as one of these.
 COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201")
 
@@ -54,7 +62,7 @@ COMPILED = ("sm_75", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx1100", 
 @pytest.mark.parametrize("name", COMPILED)
 def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations of random shapes. Some compiled sums of many parts occur only on GPUs of another size."""
-    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS + OF_CODES + OF_LATENTS + OF_STATES]
+    layers = [kernel for kernel in LAYERS if kernel not in OF_EXPERTS + OF_CODES + OF_LATENTS + OF_STATES + OF_PROMPTS]
     declared = [configuration for kernel in layers for configuration in configurations_of(kernel, TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
     both = []
@@ -179,49 +187,68 @@ def run_latents(
     operations.by_head(torch.empty((tokens, heads, latent), dtype=dtype), matrices[:, plain:].transpose(1, 2))
 
 
+@pytest.mark.parametrize("of_prompts", [False, True])
 @pytest.mark.parametrize("name", COMPILED)
-def test_whatever_advances_states_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_advances_states_was_compiled(
+    name: str, of_prompts: bool, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers of the declared forms, with other numbers of channels and heads, and any number of rows."""
     target = replace(TARGETS[name], steady=True)
-    declared = [configuration for kernel in OF_STATES for configuration in configurations_of(kernel, target)]
+    kernels = OF_PROMPTS if of_prompts else OF_STATES
+    declared = [configuration for kernel in kernels for configuration in configurations_of(kernel, target)]
     compiled = {each.kind(): each.label for each in declared}
     monkeypatch.setattr(fused, "current_target", lambda _device: target)
     operations, random = FusedOperations(cpu, overlap=target.chained), Random(5)
     with recorded(target) as made, torch.device("meta"):
         for rows, pages in product((1, 2, 65), (9, 1 << 16)):
             for dtype, kept in product(KV_DTYPES, KV_DTYPES):
-                run_states(operations, rows, pages, dtype, kept, random)
+                run_states(operations, rows, pages, dtype, kept, random, of_prompts)
     launched = {Configuration("", each, False).kind(): each for each in made}
     assert not [str(each) for kind, each in launched.items() if kind not in compiled]
     assert len(launched) == len(compiled), "not all of the declared forms"
 
 
 def run_states(
-    operations: FusedOperations, rows: int, pages: int, dtype: torch.dtype, kept: torch.dtype, random: Random
+    operations: FusedOperations,
+    rows: int,
+    pages: int,
+    dtype: torch.dtype,
+    kept: torch.dtype,
+    random: Random,
+    of_prompts: bool,
 ) -> None:
-    """Launch the steps of layers with a recurrent state. pages: of the pool, each of 48 KiB."""
+    """Launch the steps of layers with a recurrent state, or their prompts. pages: of the pool, each of 48 KiB."""
+    form = operations.for_prompts(dtype) if of_prompts else None
+    if of_prompts and form is None:
+        return
+    over: StateOperations = operations if form is None else form(recurrent_prompts.rows_of(rows))
+    tokens = rows if form is None else rows * recurrent_prompts.TOKENS
 
     def states(name: str, shape: tuple[int, ...], own: torch.dtype) -> StateRows:
         memory, tables = torch.empty((pages, 48 << 10), dtype=torch.uint8), torch.empty((rows, 40), dtype=torch.int32)
         lines = torch.empty((shape[1], 2), dtype=torch.int32)
         return StateRows(memory, tables, StateTensor(0, name, shape, own, kept), (), lines)
 
-    for _, taps, gated, silu, biased in recurrent.CONVOLUTIONS.values():
-        if kept not in (dtype, *[each for model, each in recurrent.KEPT if model == dtype]):
+    for model, (_, taps, gated, silu, biased) in recurrent.CONVOLUTIONS.items():
+        if of_prompts and model not in recurrent_prompts.MODELS:
+            continue
+        if kept not in (dtype, *[each for of, each in recurrent.KEPT if of == dtype]):
             continue
         channels = random.choice((96, 100, 1024, 6144))
         bias = torch.empty(channels, dtype=dtype) if biased else None
         convolution = Convolution(torch.empty((channels, taps), dtype=dtype), bias, gated, silu)
-        x = torch.empty((rows, convolution.inputs), dtype=dtype)
-        operations.convolve(x, states(CONVOLUTION, (1, channels, taps), dtype), convolution)
-    for _, _, key_size, value_size in recurrent.DELTAS.values():
+        x = torch.empty((tokens, convolution.inputs), dtype=dtype)
+        over.convolve(x, states(CONVOLUTION, (1, channels, taps), dtype), convolution)
+    for model, (_, _, key_size, value_size) in recurrent.DELTAS.items():
+        if of_prompts and model not in recurrent_prompts.MODELS:
+            continue
         key_heads, groups = random.choice((1, 16)), random.choice((1, 2, 4))
         numbers, weight = torch.empty(key_heads * groups), torch.empty(value_size, dtype=dtype)
         delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
         widths = (sum(delta.parts), delta.parts[2], len(numbers), len(numbers))
-        inputs = DeltaInputs(*(torch.empty((rows, width), dtype=dtype) for width in widths))
-        operations.advance_delta(inputs, states(RECURRENT, delta.state, torch.float32), delta)
-    for heads, head_size, declared, state_size in state_space.MODELS.values():
+        inputs = DeltaInputs(*(torch.empty((tokens, width), dtype=dtype) for width in widths))
+        over.advance_delta(inputs, states(RECURRENT, delta.state, torch.float32), delta)
+    for heads, head_size, declared, state_size in () if of_prompts else state_space.MODELS.values():
         groups = random.choice((1, 2, 8))
         numbers = torch.empty(heads // declared * groups)
         weight = torch.empty(len(numbers) * head_size, dtype=dtype)

@@ -228,8 +228,10 @@ def model_of(kernel: Kernel) -> str:
         return "apertus"
     if kernel.module == "kvforge.worker.kernels.state_space_kernels":
         return "bamba"
-    if kernel.name in ("convolve_kernel", "delta_kernel"):
-        return {"convolve_kernel": "lfm2", "delta_kernel": "qwen3_5_text"}[kernel.name]
+    if kernel.name == "convolve_kernel" or kernel.module.endswith("prompt_convolution"):
+        return "lfm2"
+    if kernel.name == "delta_kernel" or kernel.module.endswith("prompt_delta"):
+        return "qwen3_5_text"
     if kernel.name in ("by_head_kernel", "latent_inputs_kernel", "wide_linear_kernel"):
         return "deepseek_v3"
     return "qwen3" if kernel.name == "head_norm_kernel" else "llama"

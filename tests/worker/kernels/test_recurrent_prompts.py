@@ -1,0 +1,138 @@
+"""Chunks of prompts through layers with recurrent states: kernels, plain torch, and single steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvforge.worker.attention.states import StateTensor
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.prompt_reference import PlainPrompts
+from kvforge.worker.kernels.prompt_rows import SEGMENT_TILES, PromptRows, prompt_rows
+from kvforge.worker.kernels.prompt_selftest import compare_prompt_convolution, compare_prompt_delta
+from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, DeltaInputs
+from kvforge.worker.kernels.recurrent_selftest import scattered
+
+from .test_recurrent import convolution, delta_rule
+
+
+def rows_of(*spans: tuple[int, int]) -> PromptRows:
+    """Return rows of (start, count), with a token of another row between them."""
+    starts, counts = (np.array(each) for each in zip(*spans, strict=True))
+    firsts = np.cumsum(counts + 1) - counts
+    return prompt_rows(starts, firsts, counts, lambda array: torch.from_numpy(array.copy()))
+
+
+def test_rows_are_cut_into_tiles_at_absolute_positions() -> None:
+    rows = rows_of((0, 130), (77, 51), (64, 1))
+    assert rows.tiles.tolist() == [
+        [0, 1, 0, 64],
+        [0, 65, 0, 64],
+        [0, 129, 0, 2],
+        [1, 119, 13, 64],
+        [2, 184, 0, 1],
+    ]
+    assert rows.rows.tolist() == [[0, 1, 130], [77, 132, 51], [64, 184, 1]]
+    assert [each.spans.tolist() for each in rows.segments] == [[[0, 3], [3, 1], [4, 1]]]
+    assert (rows.chunks(0), rows.chunks(1), rows.chunks(2)) == ([(0, 64), (64, 128), (128, 130)], [(0, 51)], [(0, 1)])
+
+
+def test_long_rows_are_cut_into_segments() -> None:
+    share = SEGMENT_TILES // 2
+    rows = rows_of((0, 64 * (share + 3)), (0, 5))
+    assert [each.spans.tolist() for each in rows.segments] == [[[0, share], [share, 1]], [[0, 3], [3, 0]]]
+    assert [len(each.tiles) for each in rows.segments] == [share + 1, 3]
+    assert rows.segments[1].tiles[0].tolist() == [0, 1 + 64 * share, 0, 64]
+    many = rows_of(*[(0, 65)] * (SEGMENT_TILES + 1))
+    assert [len(each.tiles) for each in many.segments] == [SEGMENT_TILES, 1, SEGMENT_TILES, 1]
+    assert many.segments[3].spans[-1].tolist() == [0, 1] and int(many.segments[3].spans[:, 1].sum()) == 1
+
+
+@pytest.mark.parametrize("form", [{"is_gated": True}, {"has_silu": True}])
+def test_a_chunk_is_its_tokens_one_by_one(form: dict[str, Any]) -> None:
+    """Of both operations in plain torch."""
+    generator, rows = torch.Generator().manual_seed(3), rows_of((0, 70), (77, 3))
+    made = convolution(20, 3, torch.float32, biased=True, **form)
+    x = torch.randn(75, made.inputs, generator=generator)
+    states = scattered(StateTensor(0, CONVOLUTION, (1, 20, 3), torch.float32), 2, generator)
+    rule = delta_rule(2, 2, 8, 12, torch.float32)
+    inputs = DeltaInputs(*(torch.randn(75, n, generator=generator) for n in (sum(rule.parts), 48, 4, 4)))
+    matrices = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
+    before = [each.read() for each in (states, matrices)]
+    found = PlainPrompts(rows).convolve(x, states, made), PlainPrompts(rows).advance_delta(inputs, matrices, rule)
+    after = [each.read() for each in (states, matrices)]
+    for each, old in zip((states, matrices), before, strict=True):
+        old[0] = 0  # the first row begins
+        each.write(old)
+    for row, (first, count) in enumerate(((1, 70), (72, 3))):
+        for token in range(first, first + count):
+            one = slice(token, token + 1)
+            own = [scattered_row(each, row) for each in (states, matrices)]
+            want = PlainOperations().convolve(x[one], own[0], made)
+            torch.testing.assert_close(found[0][one], want, rtol=1e-5, atol=1e-5)
+            parts = (each[one] for each in (inputs.mixed, inputs.gate, inputs.beta, inputs.decay))
+            want = PlainOperations().advance_delta(DeltaInputs(*parts), own[1], rule)
+            torch.testing.assert_close(found[1][one], want, rtol=1e-3, atol=1e-4)
+    for each, got in zip((states, matrices), after, strict=True):
+        torch.testing.assert_close(got, each.read(), rtol=1e-4, atol=1e-5)
+
+
+def scattered_row(states: Any, row: int) -> Any:
+    """Return one row of states, in the same memory."""
+    return type(states)(states.memory, states.pages[row : row + 1], states.tensor, states.spans, states.lines)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+@pytest.mark.parametrize(
+    ("dtype", "kept", "sizes"),
+    [
+        (torch.float32, None, (2, 2, 24, 40)),
+        (torch.float32, torch.bfloat16, (1, 1, 16, 8)),
+        (torch.bfloat16, torch.float16, (1, 2, 8, 20)),
+        (torch.float16, None, (1, 1, 8, 8)),
+    ],
+)
+def test_kernels_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.dtype | None, sizes: Any) -> None:
+    """Interpreted; rows in company have the bits of rows alone, and nothing else is written."""
+    pytest.importorskip("triton")
+    from kvforge.worker.attention.triton_attention import is_interpreted
+    from kvforge.worker.kernels.fused import FusedOperations
+
+    if not is_interpreted():
+        pytest.skip("needs Triton's interpreter")
+    operations = FusedOperations(cpu)
+    for form in ({"is_gated": True}, {"has_silu": True}):
+        made = convolution(70, 3, dtype, biased=kept is None, **form)
+        assert compare_prompt_convolution(operations, made, dtype, kept if dtype == torch.float32 else None) == ""
+    assert compare_prompt_delta(operations, delta_rule(*sizes, dtype), dtype, kept) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
+    """With the sizes of Qwen3-Next and LFM2, in every dtype of the states."""
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    from kvforge.worker.kernels.fused import FusedOperations
+
+    operations, place = FusedOperations(device), device.torch_device
+    if operations.for_prompts(dtype) is None:
+        pytest.skip(f"no matrix instructions for {dtype}")
+
+    def there(made: Any) -> Any:
+        moved = {key: each.to(place) for key, each in vars(made).items() if isinstance(each, torch.Tensor)}
+        return replace(made, **moved)
+
+    for kept in (None, torch.bfloat16, torch.float16):
+        for sizes in ((16, 2, 128, 128), (3, 1, 24, 40)):
+            assert compare_prompt_delta(operations, there(delta_rule(*sizes, dtype)), dtype, kept) == ""
+        own = kept if dtype == torch.float32 else None
+        for form in ({"is_gated": True}, {"has_silu": True}):
+            made = there(convolution(1030, 3, dtype, biased=True, **form))
+            assert compare_prompt_convolution(operations, made, dtype, own) == ""

@@ -1,0 +1,89 @@
+"""Configurations of layers with a recurrent state over prompt tokens: see `aot_attention`."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+
+from kvforge.worker.device.target import Target
+from kvforge.worker.kernels.prompt_convolution import convolve_prompts
+from kvforge.worker.kernels.prompt_delta import advance_prompts, choose_tiles
+from kvforge.worker.kernels.prompt_rows import PromptRows, prompt_rows
+from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+
+from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
+from .recurrent import CONVOLUTIONS, DELTAS, FLOATS, states_of_a_row
+from .specialise import recorded
+
+TOKENS = 70  # of the row that is launched: two tiles
+MODELS = ("LFM2", "Qwen3-Next")
+
+
+def rows_of(count: int) -> PromptRows:
+    """Return `count` rows of TOKENS tokens, without memory."""
+    starts = np.zeros(count, np.int64)
+    firsts, counts = np.arange(count) * TOKENS, np.full(count, TOKENS)
+    return prompt_rows(starts, firsts, counts, lambda array: torch.from_numpy(array).to("meta"))
+
+
+def convolution_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `convolve_tiles_kernel` on `target`."""
+    return _kernels_of(target, 0)
+
+
+def convolution_state_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `convolve_states_kernel` on `target`."""
+    return _kernels_of(target, 1)
+
+
+def tiles_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `delta_tiles_kernel` on `target`."""
+    return _kernels_of_delta(target, 0)
+
+
+def scan_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `delta_scan_kernel` on `target`."""
+    return _kernels_of_delta(target, 1)
+
+
+def norm_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `gated_norm_kernel` on `target`."""
+    return _kernels_of_delta(target, 2)
+
+
+def _kernels_of(target: Target, which: int) -> list[Configuration]:
+    made = []
+    if choose_tiles(target, F16) is None:  # T4
+        return []
+    for dtype, model, far in product((BF16, F16), MODELS, (False, True)):
+        channels, taps, gated, silu, biased = CONVOLUTIONS[model]
+        bias = meta_tensor(channels, dtype=dtype) if biased else None
+        convolution = Convolution(meta_tensor(channels, taps, dtype=dtype), bias, gated, silu)
+        x, states = meta_tensor(TOKENS, convolution.inputs, dtype=dtype), (1, channels, taps)
+        with recorded(target) as launched:
+            held = states_of_a_row(CONVOLUTION, states, dtype, dtype, far)
+            convolve_prompts(launched_on(target), x, held, convolution, rows_of(1))
+        label = f"convolution of prompts {'states ' * which}{DTYPE_NAMES[dtype]} {model}"
+        made.append(Configuration(label + " far" * far, launched[which], matrix=False))
+    return distinct(made)
+
+
+def _kernels_of_delta(target: Target, which: int) -> list[Configuration]:
+    made = []
+    key_heads, heads, key_size, value_size = DELTAS["Qwen3-Next"]
+    for dtype, kept, far in product((BF16, F16), FLOATS, (False, True)):
+        if choose_tiles(target, dtype) is None:
+            continue
+        numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(value_size, dtype=dtype)
+        delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
+        widths = (sum(delta.parts), delta.parts[2], heads, heads)
+        inputs = DeltaInputs(*(meta_tensor(TOKENS, width, dtype=dtype) for width in widths))
+        with recorded(target) as launched:
+            held = states_of_a_row(RECURRENT, delta.state, F32, kept, far)
+            advance_prompts(launched_on(target), inputs, held, delta, rows_of(1))
+        kind = ("tiles", "scan", "norm")[which]
+        label = f"gated delta of prompts {kind} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]}{' far' * far}"
+        made.append(Configuration(label, launched[which], matrix=which < 2))
+    return distinct(made)

@@ -1,0 +1,375 @@
+"""The gated delta rule of prompt tokens as Triton kernels. Tiles: see `prompt_rows`; the form: `prompt_reference`.
+
+Three kernels: the first computes what a tile needs of its own tokens, all tiles at once. The second carries the states
+from tile to tile, a part of the values' columns in each program. The third applies the gated norm. Tiles have one size,
+and empty places add exact zeros, so a token's bits do not depend on other rows, nor on how many tokens follow.
+
+Products have operands in the model's dtype and sums in float32; states stay in float32. The triangular system is
+inverted with an accuracy close to float32's in every dtype: blocks of 16 by substitution, then what lies between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvforge.worker.attention.states import ALIGNMENT, StateRows
+from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from kvforge.worker.device.target import Target
+
+from .launching import Launching
+from .prompt_rows import CHUNK, PromptRows
+from .recurrent import SUM_MIN, DeltaInputs, GatedDelta
+from .recurrent_kernels import _lines, _paged, _silu
+
+SIZE_MIN, SIZE_MAX = 16, 128  # of keys and values, padded to powers of two
+NORM_NUMBERS = 1024  # of a program of the norm
+
+
+@dataclass(frozen=True)
+class DeltaTiles:
+    """Launch parameters of the kernels.
+
+    Attributes:
+        warps: Warps of a tile's program.
+        columns: Columns of values of a program that carries states.
+        scan_warps: Its warps.
+        scan_stages: Its stages.
+    """
+
+    warps: int
+    columns: int
+    scan_warps: int
+    scan_stages: int
+
+
+def choose_tiles(target: Target, dtype: torch.dtype) -> DeltaTiles | None:
+    """Return the launch parameters for a target; None: it has no matrix instructions, or too few registers."""
+    if target.backend == "cpu":
+        return DeltaTiles(1, 32, 1, 1)
+    if dtype == torch.float32 or not target.matrix:
+        return None
+    if target.hopper:
+        return DeltaTiles(8, 64, 4, 2)
+    return DeltaTiles(16, 16, 8, 1) if (target.backend, target.warp_size) == ("hip", 32) else DeltaTiles(8, 32, 4, 1)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_in_parts(a, b):
+    """Multiply float32 by float32 with twice the digits of float16; the numbers are far below its largest."""
+    a_high, b_high = a.to(tl.float16), b.to(tl.float16)
+    a_low, b_low = (a - a_high.to(tl.float32)).to(tl.float16), (b - b_high.to(tl.float32)).to(tl.float16)
+    small = tl.dot(a_low, b_high, tl.dot(a_high, b_low))
+    return tl.dot(a_high, b_high, small)
+
+
+@triton.jit
+def _inverse_of(lower):
+    """Invert 1 + lower, strictly lower triangular [64, 64] float32."""
+    block, place = tl.arange(0, 4), tl.arange(0, 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    own = -tl.sum(tl.where(same, tl.reshape(lower, [4, 16, 4, 16]), 0.0), axis=2)  # [4, 16, 16], the diagonal's blocks
+    solved = own
+    for index in tl.range(1, 16):
+        chosen = (place == index)[None, :, None]
+        row = tl.sum(tl.where(chosen, own, 0.0), axis=1)
+        row += tl.sum(row[:, :, None] * solved, axis=1)
+        solved = tl.where(chosen, row[:, None, :], solved)
+    solved += tl.where((place[:, None] == place[None, :])[None, :, :], 1.0, 0.0)
+    inverse = tl.reshape(tl.where(same, solved[:, :, None, :], 0.0), [64, 64])
+    places = tl.arange(0, 64)
+    between = tl.where((places // 16)[:, None] > (places // 16)[None, :], lower, 0.0)
+    # (1 + n)^-1 inverse with n = inverse between, whose fourth power is zero.
+    n = _dot_in_parts(inverse, between)
+    found = inverse
+    for _ in tl.static_range(3):
+        found = inverse - _dot_in_parts(n, found)
+    return found
+
+
+@triton.jit
+def _of_length_1(heads, least):
+    return heads * (1.0 / tl.sqrt(tl.sum(heads * heads, axis=1) + least))[:, None]
+
+
+@triton.jit(do_not_specialize=["heads", "groups", "mixed_stride", "beta_stride", "decay_stride"])
+def delta_tiles_kernel(
+    mixed,
+    beta,
+    decay,
+    rates,
+    biases,
+    tiles,
+    queries,
+    known,
+    left,
+    added,
+    pairs,
+    factors,
+    heads,
+    groups,
+    key_size,
+    value_size,
+    mixed_stride,
+    beta_stride,
+    decay_stride,
+    query_scale,
+    least,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [heads of values, tiles]. Compute what a tile needs of its own tokens.
+
+    queries, known, left: [tiles, heads, TOKENS, KEYS]. added: [tiles, heads, TOKENS, VALUES]. pairs: [tiles, heads,
+    TOKENS, TOKENS]. factors: [tiles, heads] float32, the decay of a state over the tile. See `prompt_reference`.
+    """
+    let_next_start(OVERLAP)
+    head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    dtype: tl.constexpr = mixed.dtype.element_ty
+    places, along, across = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, VALUES)
+    rate, bias = tl.load(rates + head), tl.load(biases + head)
+    wait_for_inputs(OVERLAP)
+    base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    valid, first = (places >= begin) & (places < end), base.to(tl.int64)
+    x = tl.load(beta + first * beta_stride + head + places * beta_stride, mask=valid, other=0.0).to(tl.float32)
+    share = tl.where(valid, (1.0 / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32), 0.0)
+    x = tl.load(decay + first * decay_stride + head + places * decay_stride, mask=valid, other=0.0).to(tl.float32)
+    x += bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    passed = tl.cumsum(tl.where(valid, rate * softplus, 0.0), axis=0)  # logarithms of decays from the tile's begin
+    whole = tl.sum(tl.where(places == TOKENS - 1, passed, 0.0), axis=0)
+    own = tile * heads + head
+    tl.store(factors + own, tl.exp(whole))
+    apart = passed[:, None] - passed[None, :]
+    decays = tl.where(places[:, None] >= places[None, :], tl.exp(tl.minimum(apart, 0.0)), 0.0)
+
+    inside = valid[:, None] & (along < key_size)[None, :]
+    mixed += first * mixed_stride
+    query_at = mixed + (head // groups) * key_size + places[:, None] * mixed_stride + along[None, :]
+    keys = (heads // groups) * key_size
+    key = _of_length_1(tl.load(query_at + keys, mask=inside, other=0.0).to(tl.float32), least)
+    narrow = key.to(dtype)
+    key_at = places[:, None] * KEYS + along[None, :]
+    tl.store(left + own * TOKENS * KEYS + key_at, (key * tl.exp(whole - passed)[:, None]).to(dtype))
+    weighted = (key * (share * tl.exp(passed))[:, None]).to(dtype)
+    query = _of_length_1(tl.load(query_at, mask=inside, other=0.0).to(tl.float32), least) * query_scale
+    tl.store(queries + own * TOKENS * KEYS + key_at, (query * tl.exp(passed)[:, None]).to(dtype))
+    flipped = tl.trans(narrow)
+    found = _dot(query.to(dtype), flipped, PRECISION, WIDEN) * decays
+    tl.store(pairs + own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :]), found.to(dtype))
+    lower = _dot(narrow, flipped, PRECISION, WIDEN) * decays * share[:, None]
+    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], lower, 0.0)).to(dtype)
+    tl.store(known + own * TOKENS * KEYS + key_at, _dot(inverse, weighted, PRECISION, WIDEN).to(dtype))
+    value_at = mixed + 2 * keys + head * value_size + places[:, None] * mixed_stride + across[None, :]
+    value = tl.load(value_at, mask=valid[:, None] & (across < value_size)[None, :], other=0.0).to(tl.float32)
+    correction = _dot(inverse, (value * share[:, None]).to(dtype), PRECISION, WIDEN).to(dtype)
+    tl.store(added + own * TOKENS * VALUES + (places[:, None] * VALUES + across[None, :]), correction)
+
+
+@triton.jit(do_not_specialize=["heads", "page_numbers", "page_count"])
+def delta_scan_kernel(
+    queries,
+    known,
+    left,
+    added,
+    pairs,
+    factors,
+    target,
+    state,
+    pages,
+    lines,
+    tiles,
+    spans,
+    rows,
+    heads,
+    key_size,
+    value_size,
+    page_numbers,
+    page_count,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [blocks of COLUMNS of a value, heads of values, rows]. Advance states over their tiles; store results.
+
+    See `delta_tiles_kernel` for the first arguments, `recurrent_kernels.delta_kernel` for the pages, and `Segment`.
+    target: [tokens, heads x value_size].
+    """
+    let_next_start(OVERLAP)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    dtype: tl.constexpr = target.dtype.element_ty
+    kept: tl.constexpr = state.dtype.element_ty
+    item: tl.constexpr = kept.primitive_bitwidth // 8
+    multiple: tl.constexpr = 16 // item if ALIGNED else 1
+    places, along = tl.arange(0, TOKENS), tl.arange(0, KEYS)
+    across = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    wait_for_inputs(OVERLAP)
+    first_tile, count = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)
+    in_key, in_value = along < key_size, across < value_size
+    line = _lines(lines + 2 * head * key_size, pages + row * page_count, along, in_key, page_numbers, item, multiple)
+    place = state + line[:, None] + across[None, :]
+    inside = in_key[:, None] & in_value[None, :]
+    has_tiles, all_heads = count > 0, heads.to(tl.int64)
+    before = tl.load(tiles + 4 * first_tile + 1, mask=has_tiles, other=0)
+    before += tl.load(tiles + 4 * first_tile + 2, mask=has_tiles, other=0)
+    continues = (tl.load(rows + 3 * row) > 0) | (before != tl.load(rows + 3 * row + 1))
+    held = tl.load(place, mask=inside & continues & has_tiles, other=0.0).to(tl.float32)
+    key_at, pair_at = places[:, None] * KEYS + along[None, :], places[:, None] * TOKENS + places[None, :]
+    value_at = places[:, None] * VALUES + across[None, :]
+    for tile in tl.range(first_tile, first_tile + count):
+        own = tile * all_heads + head
+        narrow = held.to(dtype)
+        correction = tl.load(added + own * TOKENS * VALUES + value_at).to(tl.float32)
+        correction -= _dot(tl.load(known + own * TOKENS * KEYS + key_at), narrow, PRECISION, WIDEN)
+        corrected = correction.to(dtype)
+        found = _dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow, PRECISION, WIDEN)
+        found += _dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected, PRECISION, WIDEN)
+        held *= tl.load(factors + own)
+        held += _dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected, PRECISION, WIDEN)
+        held = held.to(kept).to(tl.float32)
+        base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+        valid, first = (places >= begin) & (places < end), (base * all_heads + head) * value_size
+        found_at = target + first + (places[:, None] * heads * value_size + across[None, :])
+        tl.store(found_at, found.to(dtype), mask=valid[:, None] & in_value[None, :])
+    tl.store(place, held.to(kept), mask=inside & has_tiles)
+
+
+@triton.jit(do_not_specialize=["count", "heads", "gate_stride"])
+def gated_norm_kernel(
+    numbers,
+    gate,
+    weight,
+    count,
+    heads,
+    value_size,
+    gate_stride,
+    epsilon,
+    ROWS: tl.constexpr,
+    VALUES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [blocks of ROWS]. Apply the gated norm to heads of values in place. count: tokens x heads."""
+    let_next_start(OVERLAP)
+    index, across = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, VALUES)
+    dtype: tl.constexpr = numbers.dtype.element_ty
+    in_value = across < value_size
+    inside = (index < count)[:, None] & in_value[None, :]
+    factor = tl.load(weight + across, mask=in_value, other=0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
+    place = numbers + index[:, None] * value_size + across[None, :]
+    found = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(found * found, axis=1) / value_size + epsilon)
+    normed = (found * scale[:, None]).to(dtype).to(tl.float32)
+    normed = (normed * factor[None, :]).to(dtype).to(tl.float32)
+    gate_at = gate + (index // heads)[:, None] * gate_stride + (index % heads)[:, None] * value_size + across[None, :]
+    opened = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (normed * _silu(opened)).to(dtype), mask=inside)
+
+
+def can_advance_prompts(target: Target, dtype: torch.dtype, states: StateRows, delta: GatedDelta) -> bool:
+    """Return whether `advance_prompts` finds the lines of these states, and multiplies tiles of these sizes."""
+    fits = max(delta.key_size, delta.value_size) <= SIZE_MAX
+    return states.lines is not None and fits and choose_tiles(target, dtype) is not None
+
+
+def advance_prompts(
+    launch: Launching, inputs: DeltaInputs, states: StateRows, delta: GatedDelta, rows: PromptRows
+) -> torch.Tensor:
+    """Compute `StateOperations.advance_delta` of prompt rows, if `can_advance_prompts`.
+
+    Args:
+        launch: How to launch.
+        inputs: The inputs of all tokens of the step.
+        states: The states of the rows.
+        delta: The rule.
+        rows: The rows.
+
+    Returns:
+        [tokens, value heads x value_size], undefined for tokens outside the rows.
+    """
+    mixed, lines, target, heads = inputs.mixed, states.lines, launch.target, delta.value_heads
+    tiles = choose_tiles(target, mixed.dtype)
+    assert lines is not None and tiles is not None, "can_advance_prompts is false"
+    keys, values = (max(SIZE_MIN, triton.next_power_of_2(each)) for each in (delta.key_size, delta.value_size))
+    found = torch.empty((len(mixed), heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
+    most = max(len(segment.tiles) for segment in rows.segments)
+    widths = (keys, keys, keys, values, CHUNK)
+    kept = [torch.empty((most, heads, CHUNK, width), dtype=mixed.dtype, device=mixed.device) for width in widths]
+    kept.append(torch.empty((most, heads), dtype=torch.float32, device=mixed.device))
+    products = {"PRECISION": target.float32_products, "WIDEN": target.widens and mixed.dtype == torch.bfloat16}
+    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, **products, **launch_options(launch.overlap)}
+    columns = min(tiles.columns, values)
+    for segment in rows.segments:
+        delta_tiles_kernel[(heads, len(segment.tiles))](
+            mixed,
+            inputs.beta,
+            inputs.decay,
+            delta.rates,
+            delta.biases,
+            segment.tiles,
+            *kept,
+            heads,
+            delta.groups,
+            delta.key_size,
+            delta.value_size,
+            *(each.stride(0) for each in (mixed, inputs.beta, inputs.decay)),
+            delta.key_size**-0.5,
+            SUM_MIN,
+            num_warps=tiles.warps,
+            num_stages=1,
+            **common,
+        )
+        delta_scan_kernel[(values // columns, heads, len(rows.starts))](
+            *kept,
+            found,
+            *_paged(states),
+            lines,
+            segment.tiles,
+            segment.spans,
+            rows.rows,
+            heads,
+            delta.key_size,
+            delta.value_size,
+            states.memory.shape[1] // states.tensor.stored.itemsize,
+            states.pages.shape[1],
+            COLUMNS=columns,
+            ALIGNED=delta.value_size * states.tensor.stored.itemsize % ALIGNMENT == 0,
+            num_warps=tiles.scan_warps,
+            num_stages=tiles.scan_stages,
+            **common,
+        )
+    block = max(1, NORM_NUMBERS // values)
+    gated_norm_kernel[(triton.cdiv(len(mixed) * heads, block),)](
+        found,
+        inputs.gate,
+        delta.weight,
+        len(mixed) * heads,
+        heads,
+        delta.value_size,
+        inputs.gate.stride(0),
+        delta.epsilon,
+        ROWS=block,
+        VALUES=values,
+        num_warps=max(1, NORM_NUMBERS // 8 // target.warp_size) if target.backend != "cpu" else 1,
+        **launch_options(launch.overlap),
+    )
+    return found

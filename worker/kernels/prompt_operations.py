@@ -1,0 +1,48 @@
+"""The operations of layers with a recurrent state over prompt tokens, by Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvforge.worker.attention.states import StateRows
+
+from .launching import Launching
+from .prompt_convolution import convolve_prompts
+from .prompt_delta import advance_prompts, can_advance_prompts
+from .prompt_reference import PlainPrompts
+from .prompt_rows import PromptRows
+from .recurrent import Convolution, DeltaInputs, GatedDelta
+from .recurrent_kernels import can_convolve
+
+
+class TritonPrompts:
+    """`StateOperations` over the tokens of prompt rows; see `prompt_reference.PlainPrompts`, which it falls back to.
+
+    Args:
+        launch: How to launch.
+        rows: The rows.
+    """
+
+    def __init__(self, launch: Launching, rows: PromptRows) -> None:
+        self._launch, self._rows, self._plain = launch, rows, PlainPrompts(rows)
+
+    def advance_state_space(self, *_: Any) -> torch.Tensor:
+        """Raise NotImplementedError: prompts of state spaces run through transformers' modules."""
+        raise NotImplementedError
+
+    def for_prompts(self, _dtype: torch.dtype) -> None:
+        """Return None: these are the operations over prompts."""
+
+    def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
+        """Implement `StateOperations.convolve`."""
+        if not can_convolve(states):
+            return self._plain.convolve(x, states, convolution)
+        return convolve_prompts(self._launch, x, states, convolution, self._rows)
+
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Implement `StateOperations.advance_delta`."""
+        if not can_advance_prompts(self._launch.target, inputs.mixed.dtype, states, delta):
+            return self._plain.advance_delta(inputs, states, delta)
+        return advance_prompts(self._launch, inputs, states, delta, self._rows)

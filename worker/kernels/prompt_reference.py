@@ -1,0 +1,148 @@
+"""Layers with a recurrent state over prompt tokens, in plain torch: the reference of the kernels of chunks.
+
+The chunked form of the gated delta rule computes a chunk's tokens from the state before the chunk by matrix products
+(arXiv 2412.06464, section 3.3): with the tokens as rows, and the products of their decays in `pairs`, the corrections
+that the tokens make are the solution of a unit lower triangular system.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, silu, softplus
+
+from kvforge.worker.attention.states import StateRows
+
+from .plain import rms_norm
+from .prompt_rows import CHUNK, PromptRows
+from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
+
+
+class PlainPrompts:
+    """`StateOperations` over the tokens of prompt rows, row by row and chunk by chunk.
+
+    Inputs have all tokens of a step, and results too: those of tokens outside the rows are undefined. A state is
+    rounded to the dtype of its pages behind every chunk.
+
+    Args:
+        rows: The rows.
+    """
+
+    def __init__(self, rows: PromptRows) -> None:
+        self._rows = rows
+
+    def advance_state_space(self, *_: Any) -> torch.Tensor:
+        """Raise NotImplementedError: prompts of state spaces run through transformers' modules."""
+        raise NotImplementedError
+
+    def for_prompts(self, _dtype: torch.dtype) -> None:
+        """Return None: these are the operations over prompts."""
+
+    def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
+        """Implement `StateOperations.convolve`."""
+        weight, taps = convolution.weight.float(), convolution.weight.shape[1]
+        found, after = torch.zeros((len(x), len(weight)), dtype=x.dtype, device=x.device), list[torch.Tensor]()
+        for row, state in enumerate(_before(states, self._rows)):
+            held = state.t()
+            for begin, end in self._rows.chunks(row):
+                place = self._place(row, begin, end)
+                given, gate = _padded(x[place]), None
+                if convolution.is_gated:
+                    factor, gate, given = given.chunk(3, dim=1)
+                    given = factor * given
+                inputs = torch.cat((held, given.to(held.dtype)))
+                total = torch.zeros(given.shape, device=x.device)
+                for tap in range(taps):
+                    total = total + weight[:, tap] * inputs[tap + 1 : tap + 1 + CHUNK].float()
+                if convolution.bias is not None:
+                    total = total + convolution.bias.float()
+                mixed = total.to(x.dtype)
+                mixed = silu(mixed) if convolution.has_silu else mixed
+                found[place] = (mixed if gate is None else gate * mixed)[: end - begin]
+                held = inputs[end - begin : end - begin + taps].to(states.tensor.stored).to(held.dtype)
+            after.append(held.t())
+        states.write(torch.stack(after))
+        return found
+
+    def advance_delta(self, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
+        """Implement `StateOperations.advance_delta`."""
+        mixed, heads, after = inputs.mixed, delta.value_heads, list[torch.Tensor]()
+        found = torch.zeros((len(mixed), heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
+        sizes = (delta.key_size, delta.key_size, delta.value_size)
+        for row, state in enumerate(_before(states, self._rows)):
+            held = state.float()
+            for begin, end in self._rows.chunks(row):
+                place, count = self._place(row, begin, end), end - begin
+                query, key, value = (
+                    part.float().unflatten(1, (-1, size)).transpose(0, 1)
+                    for part, size in zip(_padded(mixed[place]).split(delta.parts, 1), sizes, strict=True)
+                )
+                query, key = (_of_length_1(each).repeat_interleave(delta.groups, 0) for each in (query, key))
+                decay = delta.rates * softplus(_padded(inputs.decay[place]).float() + delta.biases)
+                beta = _padded(inputs.beta[place]).sigmoid().float()
+                decay[count:], beta[count:] = 0, 0  # the places behind change nothing
+                query = query / delta.key_size**0.5
+                result, held = advance_chunk(query, key, value, decay.t(), beta.t(), held)
+                held = held.to(states.tensor.stored).float()
+                result = result.transpose(0, 1).to(mixed.dtype)
+                gate = silu(_padded(inputs.gate[place]).float()).view(result.shape)
+                normed = rms_norm(result, delta.weight, delta.epsilon)
+                found[place] = (normed * gate).to(mixed.dtype).flatten(1)[:count]
+            after.append(held)
+        states.write(torch.stack(after))
+        return found
+
+    def _place(self, row: int, begin: int, end: int) -> slice:
+        """Return where a row's tokens [begin, end) are among the tokens of the step."""
+        first = int(self._rows.firsts[row])
+        return slice(first + begin, first + end)
+
+
+def _padded(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of a chunk with zeros behind, because a sum's order depends on the shape of its tensor."""
+    return pad(tokens, (0, 0, 0, CHUNK - len(tokens)))
+
+
+def advance_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the tokens of a chunk. All float32.
+
+    Args:
+        query: [heads, tokens, key_size], of length 1 / root of key_size.
+        key: [heads, tokens, key_size], of length 1.
+        value: [heads, tokens, value_size].
+        decay: [heads, tokens], logarithms.
+        beta: [heads, tokens].
+        state: [heads, key_size, value_size].
+
+    Returns:
+        The results [heads, tokens, value_size], and the state behind the chunk.
+    """
+    total = decay.cumsum(1)
+    pairs = (total[:, :, None] - total[:, None]).tril().exp().tril()
+    system = (beta[..., None] * key) @ key.transpose(1, 2) * pairs
+    wanted = torch.cat((value, total.exp()[..., None] * key), dim=2) * beta[..., None]
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    added, known = solved.split((value.shape[2], key.shape[2]), dim=2)
+    added = added - known @ state
+    found = (query * total.exp()[..., None]) @ state + (query @ key.transpose(1, 2) * pairs) @ added
+    left = key * (total[:, -1:] - total).exp()[..., None]
+    return found, state * total[:, -1].exp()[:, None, None] + left.transpose(1, 2) @ added
+
+
+def _before(states: StateRows, rows: PromptRows) -> torch.Tensor:
+    """Return the states of rows before the step: zeros where a row begins."""
+    begins = torch.from_numpy(rows.starts == 0).to(states.memory.device)
+    state = states.read()
+    return state.masked_fill(begins.view(-1, *(1,) * (state.dim() - 1)), 0)
+
+
+def _of_length_1(heads: torch.Tensor) -> torch.Tensor:
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + SUM_MIN)

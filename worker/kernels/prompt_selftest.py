@@ -1,0 +1,116 @@
+"""Self-test of the kernels of prompt chunks against plain torch, on the serving device and weights.
+
+See `recurrent_selftest`, whose comparison it shares: a row's result is here that of all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvforge.worker.attention.states import StateRows, StateTensor
+from kvforge.worker.device.check import require_all_right, require_right
+from kvforge.worker.device.device import WAY_OUT, Device
+
+from .decoder import FusedDecoder
+from .interface import LayerOperations
+from .plain import PlainOperations
+from .prompt_reference import PlainPrompts
+from .prompt_rows import PromptRows, prompt_rows
+from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta, StateOperations
+from .recurrent_selftest import compare_steps, forms_of, scattered
+from .selftest import TOLERANCE
+
+# Start and tokens of each row: from the begin, with a whole chunk and some; from a border; from within a chunk.
+STARTS, COUNTS = np.array([0, 64, 205]), np.array([70, 1, 58])
+TOKENS = int(COUNTS.sum())
+
+
+def prompt_test(fused: FusedDecoder, device: Device) -> None:
+    """Test the prompt kernels of the decoder's recurrent layers, each form once.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
+    operations, dtype = fused.operations, fused.table.dtype
+    if operations.for_prompts(dtype) is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    convolutions, deltas, _ = forms_of(fused)
+    checks: list[Callable[[], None]] = []
+    for convolution in convolutions:
+        shape = f"prompts of {'x'.join(map(str, convolution.weight.shape))}, {name}"
+        compare = partial(compare_prompt_convolution, operations, convolution, dtype)
+        checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
+    for delta in deltas:
+        shape = f"prompts of {'x'.join(map(str, delta.state[1:]))}, {name}"
+        compare_rule = partial(compare_prompt_delta, operations, delta, dtype)
+        checks.append(partial(require_right, device, "gated delta", shape, compare_rule, WAY_OUT))
+    require_all_right(device, checks)
+
+
+@torch.inference_mode()
+def compare_prompt_convolution(
+    operations: LayerOperations, convolution: Convolution, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> str:
+    """Return how a convolution differs from plain torch, or a row's bits from those alone; "" if they do not."""
+    weight = convolution.weight
+    generator = torch.Generator(weight.device).manual_seed(1)
+    x = torch.randn((TOKENS, convolution.inputs), generator=generator, device=weight.device).to(dtype)
+    tensor = StateTensor(0, CONVOLUTION, (1, *weight.shape), dtype, kept)
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        over, rows = _prompts(operations, chosen, x)
+        return _by_row(over.convolve(x, states, convolution), rows)
+
+    tolerance = TOLERANCE[dtype if kept is None else kept]
+    return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
+
+
+@torch.inference_mode()
+def compare_prompt_delta(
+    operations: LayerOperations, delta: GatedDelta, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> str:
+    """Return how a gated delta rule differs from plain torch, or a row's bits from those alone; "" if they do not."""
+    device, heads = delta.weight.device, delta.value_heads
+    generator = torch.Generator(device).manual_seed(1)
+    widths = (sum(delta.parts), delta.parts[2], heads, heads)
+    inputs = DeltaInputs(
+        *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in widths)
+    )
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        over, rows = _prompts(operations, chosen, inputs.mixed)
+        return _by_row(over.advance_delta(inputs, states, delta), rows)
+
+    tensor = StateTensor(0, RECURRENT, delta.state, torch.float32, kept)
+    # Operands of products that follow each other are rounded to 16 bits, and not in plain torch.
+    tolerance = 2 * max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
+    return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
+
+
+def _prompts(operations: LayerOperations, chosen: slice, like: torch.Tensor) -> tuple[StateOperations, PromptRows]:
+    """Return the operations over the chosen rows, and these."""
+    firsts = np.cumsum(COUNTS) - COUNTS
+    rows = prompt_rows(
+        STARTS[chosen],
+        firsts[chosen],
+        COUNTS[chosen],
+        lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(like.device),
+    )
+    form = PlainPrompts if isinstance(operations, PlainOperations) else operations.for_prompts(like.dtype)
+    assert form is not None, "the device has no kernels for prompts"
+    return form(rows), rows
+
+
+def _by_row(found: torch.Tensor, rows: PromptRows) -> torch.Tensor:
+    """Return the results of each row's tokens, with zeros behind: [rows, tokens, n]."""
+    places = [slice(first, first + count) for first, count in zip(rows.firsts, rows.counts, strict=True)]
+    made = torch.zeros((len(places), int(COUNTS.max()), found.shape[1]), dtype=found.dtype, device=found.device)
+    for row, place in enumerate(places):
+        made[row, : place.stop - place.start] = found[place]
+    return made
