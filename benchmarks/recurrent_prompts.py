@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +105,6 @@ def timed(model: LoadedModel, spent: list[float]) -> Iterator[None]:
 def measure(model: LoadedModel, rows: int, tokens: int, rounds: int) -> dict[str, float]:
     """Return the shortest step of both ways, and its recurrent layers' part, in milliseconds."""
     assert model.fused is not None, "the model is not described"
-    mixers = [layer.mixer for layer in model.fused.layers if isinstance(layer.mixer, BoundMixer)]
     prefill = Prefill(model, rows, tokens)
     found: dict[str, float] = {}
     for way in ("rows", "chunks"):
@@ -113,7 +112,7 @@ def measure(model: LoadedModel, rows: int, tokens: int, rounds: int) -> dict[str
             times = []
             for _ in range(rounds + WARM):
                 spent = [0.0]
-                with row_by_row(mixers if way == "rows" else []):
+                with row_by_row(model) if way == "rows" else nullcontext():
                     if timing:
                         with timed(model, spent):
                             prefill.run()

@@ -24,6 +24,7 @@ import torch
 from kvforge.protocol.messages import RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import open_device
+from kvforge.worker.loading import mixers
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.mixers import BoundMixer
 from kvforge.worker.loading.model import LoadedModel
@@ -78,6 +79,16 @@ SHAPES: dict[str, dict[str, Any]] = {  # layers of published models, fewer of th
         "mamba_d_state": 128,
         "mamba_n_groups": 1,
     },
+    "mamba2": {  # of Mamba 2 780M, through transformers' layers: 48 states of 64 x 128 in a layer
+        **PLAIN,
+        "model_type": "mamba2",
+        "hidden_size": 1536,
+        "num_hidden_layers": 8,
+        "num_heads": 48,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+    },
 }
 
 
@@ -121,39 +132,46 @@ class Decoding:
 
 
 @contextmanager
-def row_by_row(mixers: list[BoundMixer]) -> Iterator[None]:
+def row_by_row(model: LoadedModel) -> Iterator[None]:
     """Let transformers' modules compute generated tokens."""
-    kept = [mixer.step for mixer in mixers]
-    for mixer in mixers:
+    bound, undescribed = bound_mixers(model), model.context.steps
+    kept, model.context.steps = [mixer.step for mixer in bound], {}
+    for mixer in bound:
         mixer.step = None
     try:
         yield
     finally:
-        for mixer, step in zip(mixers, kept, strict=True):
+        model.context.steps = undescribed
+        for mixer, step in zip(bound, kept, strict=True):
             mixer.step = step
+
+
+def bound_mixers(model: LoadedModel) -> list[BoundMixer]:
+    """Return the recurrent layers of a described decoder."""
+    layers = [] if model.fused is None else model.fused.layers
+    return [layer.mixer for layer in layers if isinstance(layer.mixer, BoundMixer)]
 
 
 @contextmanager
 def timed(spent: list[float]) -> Iterator[None]:
     """Add up the seconds of recurrent layers in `spent`."""
-    run = BoundMixer.__call__
+    run = mixers._mixed
 
-    def timing(self: BoundMixer, *given: Any) -> torch.Tensor:
+    def timing(*given: Any) -> torch.Tensor:
         began = time.perf_counter()
         try:
-            return run(self, *given)
+            return run(*given)
         finally:
             spent[-1] += time.perf_counter() - began
 
-    with patch.object(BoundMixer, "__call__", timing):
+    with patch.object(mixers, "_mixed", timing):
         yield
 
 
 def measure(model: LoadedModel, rows: int, rounds: int) -> dict[str, float]:
     """Return the shortest step of both ways, and its recurrent layers' part, in milliseconds."""
-    assert model.fused is not None, "the model is not described"
-    mixers = [layer.mixer for layer in model.fused.layers if isinstance(layer.mixer, BoundMixer)]
-    assert all(mixer.step is not None for mixer in mixers), "its steps are not described"
+    described = [mixer.step for mixer in bound_mixers(model)] or [*model.context.steps.values()]
+    assert described and all(step is not None for step in described), "its steps are not described"
     decoding = Decoding(model, rows, 2 * (rounds + WARM))
     found: dict[str, list[tuple[float, float]]] = {"rows": [], "kernels": []}
     for _ in range(rounds + WARM):
@@ -161,7 +179,7 @@ def measure(model: LoadedModel, rows: int, rounds: int) -> dict[str, float]:
             spent = [0.0]
             with timed(spent):
                 if way == "rows":
-                    with row_by_row(mixers):
+                    with row_by_row(model):
                         whole = decoding.step()
                 else:
                     whole = decoding.step()

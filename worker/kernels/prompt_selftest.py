@@ -21,7 +21,7 @@ from .plain import PlainOperations
 from .prompt_reference import PlainPrompts
 from .prompt_rows import PromptRows, prompt_rows
 from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta, StateOperations
-from .recurrent_selftest import compare_steps, forms_of, scattered
+from .recurrent_selftest import compare_steps, forms_of, scattered, steps_of
 from .selftest import TOLERANCE
 
 # Start and tokens of each row: from the begin, with a whole chunk and some; from a border; from within a chunk.
@@ -40,7 +40,7 @@ def prompt_test(fused: FusedDecoder, device: Device) -> None:
     if operations.for_prompts(dtype) is None:
         return
     name = str(dtype).removeprefix("torch.")
-    convolutions, deltas, _ = forms_of(fused)
+    convolutions, deltas, _ = forms_of(steps_of(fused))
     checks: list[Callable[[], None]] = []
     for convolution in convolutions:
         shape = f"prompts of {'x'.join(map(str, convolution.weight.shape))}, {name}"

@@ -5,7 +5,7 @@ States lie in pages that cut them and are scattered among bytes that are NaN in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from kvforge.worker.device.device import WAY_OUT, Device
 from .decoder import FusedDecoder
 from .interface import LayerOperations
 from .plain import PlainOperations
-from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta, MixerStep
 from .selftest import TOLERANCE
 from .state_space import StateSpace, StateSpaceInputs
 
@@ -32,11 +32,20 @@ def recurrent_test(fused: FusedDecoder, device: Device) -> None:
         KernelError: Names the kernel and the shape.
         GpuError: The device failed.
     """
-    operations, dtype = fused.operations, fused.table.dtype
+    steps_test(fused.operations, fused.table.dtype, steps_of(fused), device)
+
+
+def steps_test(operations: LayerOperations, dtype: torch.dtype, steps: Sequence[MixerStep], device: Device) -> None:
+    """Test the steps of recurrent layers, each form once.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
     name = str(dtype).removeprefix("torch.")
     if isinstance(operations, PlainOperations) and not operations.kernels:
         return
-    convolutions, deltas, spaces = forms_of(fused)
+    convolutions, deltas, spaces = forms_of(steps)
     checks: list[Callable[[], None]] = []
     for convolution in convolutions:
         for rows in ROWS:
@@ -56,9 +65,13 @@ def recurrent_test(fused: FusedDecoder, device: Device) -> None:
     require_all_right(device, checks)
 
 
-def forms_of(fused: FusedDecoder) -> tuple[list[Convolution], list[GatedDelta], list[StateSpace]]:
-    """Return the convolutions, the rules and the state spaces of a decoder's layers, one of each form."""
-    steps = [layer.mixer.step for layer in fused.layers if layer.mixer is not None and layer.mixer.step is not None]
+def steps_of(fused: FusedDecoder) -> list[MixerStep]:
+    """Return the steps of a decoder's layers."""
+    return [layer.mixer.step for layer in fused.layers if layer.mixer is not None and layer.mixer.step is not None]
+
+
+def forms_of(steps: Sequence[MixerStep]) -> tuple[list[Convolution], list[GatedDelta], list[StateSpace]]:
+    """Return the convolutions, the rules and the state spaces of steps, one of each form."""
     convolutions = {_form(each.convolution): each.convolution for each in steps}
     deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
     spaces = {(each.space.state, each.space.groups): each.space for each in steps if each.space is not None}

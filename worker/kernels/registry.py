@@ -26,12 +26,14 @@ from kvforge.worker.sampling.sampler import SamplingState
 
 from .decoder import FusedDecoder
 from .experts import Experts
+from .interface import LayerOperations
 from .packed import packing_problem, weight_kind
 from .plain import PlainOperations
 from .prompt_reference import PlainPrompts
 from .prompt_selftest import prompt_test
 from .quantised import PlainInputQuantiser
-from .recurrent_selftest import recurrent_test
+from .recurrent import MixerStep
+from .recurrent_selftest import recurrent_test, steps_test
 from .router import route
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
@@ -55,6 +57,8 @@ class Serving:
         ranks: Processes that compute the model together.
         experts: A layer's experts; None if the model has none, or runs them without kernels.
         codes: Kinds of the weights that stay in codes, on a GPU (see `stored.Codes.kind`).
+        steps: Steps of layers with a recurrent state that transformers runs.
+        operations: The operations of these steps.
     """
 
     device: Device
@@ -69,6 +73,8 @@ class Serving:
     ranks: int = 1
     experts: Experts | None = None
     codes: frozenset[str] = frozenset()
+    steps: tuple[MixerStep, ...] = ()
+    operations: LayerOperations | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ def _recurrent(serving: Serving) -> None:
     if serving.fused is not None:
         recurrent_test(serving.fused, serving.device)
         prompt_test(serving.fused, serving.device)
+    elif serving.operations is not None:
+        steps_test(serving.operations, serving.dtype, serving.steps, serving.device)
 
 
 def _experts(serving: Serving) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvforge.worker.attention import PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.kernels.recurrent import MixerStep, StateOperations
 
 
 class ForwardContext:
@@ -16,6 +17,8 @@ class ForwardContext:
         separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
             `trial`).
         as_part: Layers with a recurrent state return this rank's part of their result, which the caller adds up.
+        steps: The steps of generated tokens in a decoder that is not described, by the index of the mixer.
+        operations: The operations of these steps.
     """
 
     def __init__(self, attention: PagedAttention) -> None:
@@ -23,3 +26,5 @@ class ForwardContext:
         self.separate = self.as_part = False
         self.batch: PagedBatch | None = None
         self.pool: KvPool | None = None
+        self.steps: dict[int, MixerStep] = {}
+        self.operations: StateOperations | None = None

@@ -44,7 +44,7 @@ from .fingerprint import fingerprint, joined_digest
 from .forward_context import ForwardContext
 from .fusion import fuse, is_known
 from .library_errors import sentence
-from .mixers import mixers_of
+from .mixers import described_steps, mixers_of
 from .model import LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
@@ -217,8 +217,12 @@ def load_model(
     checked = replace(fused, operations=operations) if fused is not None else None  # plain until it is packed
     count = ranks.count if ranks is not None else 1
     experts = first_experts(module, operations, fused) if device.runs_kernels else None
+    if fused is None:
+        context.steps, context.operations = described_steps(module), operations
     serving = Serving(
         *(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked),
+        steps=tuple(context.steps.values()),
+        operations=operations,
         ranks=count,
         experts=experts,
         codes=_codes_of(fused, quantisation, device),
@@ -260,10 +264,14 @@ def load_model(
         try:
             reference = verify(model)
         except UnsupportedModel as error:
-            if fused is None or quantisation is not None or needs_description(module) or has_codes(module):
+            if fused is None and context.steps:
+                log.warning("%s; running its recurrent layers row by row", error)
+                context.steps = {}
+            elif fused is None or quantisation is not None or needs_description(module) or has_codes(module):
                 raise
-            log.warning("%s; running its layers one operation at a time", error)
-            model = replace(model, fused=None)
+            else:
+                log.warning("%s; running its layers one operation at a time", error)
+                model = replace(model, fused=None)
             reference = verify(model)
     packer = None if model.fused is None else _packer(operations, quantisation, found, model.module)
     if packer is not None:

@@ -1,8 +1,8 @@
 """The step of one token of transformers' mixers, described by their parts: one function for each kind of mixer.
 
-In a described decoder, generated tokens run through these steps (see `kernels.recurrent`), all rows together.
-Everything else runs through the mixer itself. A wrong description is caught at load, where a step's logits are compared
-with those of transformers' own layers (`verification`).
+Generated tokens run through these steps (see `kernels.recurrent`), all rows together. Everything else runs through
+the mixer itself. A wrong description is caught at load, where a step's logits are compared with those of transformers'
+own layers (`verification`).
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "granitemoehybrid.GraniteMoeHybridMambaLayer": _mamba_2,
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
+    "mamba2.Mamba2Mixer": _mamba_2,
+    "nemotron_h.NemotronHMamba2Mixer": _mamba_2,
     "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
     "qwen3_next.Qwen3NextGatedDeltaNet": _gated_delta,

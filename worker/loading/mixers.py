@@ -3,9 +3,8 @@
 A *mixer* is a module that mixes the tokens of a sequence through a state of fixed size: a short convolution, a gated
 delta rule, Mamba. transformers keeps the state in a cache that the mixer is given. Here each row of a step is given to
 the mixer alone, with a cache that holds the row's state, read from its pages before and written back behind it. A row's
-bits therefore do not depend on other rows. In a described decoder, generated tokens run through kernels of our own
-instead, all rows together, if the mixer's step is described (`mixer_steps`), and on most GPUs prompts too
-(`mixer_prompts`).
+bits therefore do not depend on other rows. Generated tokens run through kernels of our own instead, all rows together,
+if the mixer's step is described (`mixer_steps`), and in described decoders on most GPUs prompts too (`mixer_prompts`).
 
 A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
 Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,
@@ -33,7 +32,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows, StateTensor
-from kvforge.worker.kernels.recurrent import StateOperations
+from kvforge.worker.kernels.recurrent import MixerStep, StateOperations
 
 from .forward_context import ForwardContext
 from .mixer_prompts import ChunkedPrompts, prompts_of
@@ -280,10 +279,7 @@ class BoundMixer:
     def __init__(self, part: Any, as_part: bool = False) -> None:
         self._part, binding, self._as_part = part, part.__dict__[MIXING], as_part
         self._context: ForwardContext = binding.context
-        names = {place.name for place in binding.projections.inputs}
-        self.step = step_of(part) if binding.projections.output is not None else None
-        if self.step is not None and not names.issuperset(self.step.projections):
-            self.step = None
+        self.step = _described_step(part)
 
     def __call__(
         self, operations: StateOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
@@ -298,6 +294,20 @@ class BoundMixer:
             self._context.batch = self._context.pool = None
             self._context.as_part = False
         return mixed[0]
+
+
+def _described_step(part: Any) -> MixerStep | None:
+    """Return the step of a bound mixer; None: it is not described, or needs projections that were not found."""
+    projections = part.__dict__[MIXING].projections
+    step = step_of(part) if projections.output is not None else None
+    names = {place.name for place in projections.inputs}
+    return step if step is not None and names.issuperset(step.projections) else None
+
+
+def described_steps(module: Any) -> dict[int, MixerStep]:
+    """Return the steps of a model's bound mixers by their index, without those that are not described."""
+    found = {index: _described_step(part) for index, part in enumerate(mixers_of(module))}
+    return {index: step for index, step in found.items() if step is not None}
 
 
 def _chunk_of(part: Any) -> int:
@@ -332,6 +342,8 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
         **keywords: Any,
     ) -> torch.Tensor:
         context = binding.context
+        if step is None and binding.index in context.steps and context.operations is not None:
+            step = partial(context.steps[binding.index].run, context.operations)
         if context.batch is not None:
             return _mixed(binding, mix, hidden_states, step, prompts)
         if context.separate:

@@ -8,6 +8,7 @@ from kvforge.worker.attention import AttentionOptions, ReferenceAttention
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
+from kvforge.worker.kernels.recurrent_selftest import steps_of
 from kvforge.worker.kernels.stored import code_name
 
 from .mixer_prompts import Described
@@ -48,16 +49,17 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
 def _states(model: LoadedModel) -> str:
     """Describe what runs the layers with a recurrent state."""
     layers = len({tensor.layer for tensor in model.geometry.states})
-    fused = [] if model.fused is None else model.fused.layers
-    stepping = sum(layer.mixer is not None and layer.mixer.step is not None for layer in fused)
-    if model.fused is None or not stepping:
+    steps, operations = [*model.context.steps.values()], model.context.operations
+    if model.fused is not None:
+        steps, operations = steps_of(model.fused), model.fused.operations
+    if not steps:
         return f"transformers' own: {layers} layers, one row after the other"
-    operations = model.fused.operations
-    by, described = "Triton", [layer.mixer.step for layer in fused if layer.mixer is not None]
+    by = "Triton"
     if isinstance(operations, PlainOperations):
         by = "Numba" if operations.kernels else "plain torch"
-    own = "" if stepping == layers else f", {layers - stepping} of them transformers' own"
-    chunked = operations.for_prompts(model.dtype) is not None and any(isinstance(each, Described) for each in described)
+    own = "" if len(steps) == layers else f", {layers - len(steps)} of them transformers' own"
+    chunked = model.fused is not None and model.fused.operations.for_prompts(model.dtype) is not None
+    chunked = chunked and any(isinstance(each, Described) for each in steps)
     prompts = f"{by}, in chunks" if chunked else "transformers' own"
     return f"generated tokens: {by}, all rows together; prompts: {prompts}; {layers} layers{own}"
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 import transformers
 
-from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
+from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
@@ -43,7 +44,7 @@ CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # With kernels for generated tokens.
-STEPPING = ("bamba", "granite", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+STEPPING = ("bamba", "granite", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.
@@ -164,6 +165,25 @@ def test_a_wrong_description_of_a_step_is_refused(
     assert tiny(model_type, block_size=16, **fields).fused is None
 
 
+def test_a_decoder_that_is_not_described_steps_as_described_or_row_by_row(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["nemotron_h"]
+    assert len(tiny(model_type, block_size=16, **fields).context.steps) == 2
+    with monkeypatch.context() as patched:
+        describe = mixer_steps._mamba_2
+
+        def without_skips(mixer: Any) -> Any:
+            step: Any = describe(mixer)
+            return replace(step, space=replace(step.space, skips=torch.zeros_like(step.space.skips)))
+
+        patched.setitem(mixer_steps.STEPS, "nemotron_h.NemotronHMamba2Mixer", without_skips)
+        assert tiny(model_type, block_size=16, **fields).context.steps == {}
+    monkeypatch.setattr(CpuOperations, "advance_state_space", lambda _self, inputs, *_: inputs.gate.clone())
+    with pytest.raises(KernelError, match="the state space kernel is wrong"):
+        tiny(model_type, block_size=16, **fields)
+
+
 @pytest.mark.parametrize("name", STEPPING)
 def test_generated_tokens_of_all_rows_are_computed_together(
     name: str,
@@ -174,14 +194,14 @@ def test_generated_tokens_of_all_rows_are_computed_together(
     """Beside prompts too; their chunks run through transformers' module."""
     model_type, fields = HYBRIDS[name]
     model, calls = tiny(model_type, block_size=16, **fields), list[int]()
-    assert model.fused is not None
-    convolve = type(model.fused.operations).convolve
+    operations = type(model.context.operations if model.fused is None else model.fused.operations)
+    convolve = operations.convolve
 
     def noted(self: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
         calls.append(len(x))
         return convolve(self, x, *given)
 
-    monkeypatch.setattr(type(model.fused.operations), "convolve", noted)
+    monkeypatch.setattr(operations, "convolve", noted)
     layers = len({tensor.layer for tensor in model.geometry.states})
     sequences = [list(range(9)), list(range(70)), [5, 6, 7]]
     paged_logits(model, sequences, [[8, 65, 2]])
@@ -313,6 +333,7 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
     ("name", "kernels", "wanted"),
     [
         ("jamba", True, "transformers' own: 2 layers, one row after the other"),
+        ("nemotron_h", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", False, "generated tokens: plain torch, all rows together; prompts: transformers' own; 2 layers"),
     ],
