@@ -1,21 +1,25 @@
 """Decode steps of described families on a GPU, beside the floor of the memory.
 
     python -m benchmarks.gpu_families [--models llama-3.1-8b,granite-3.3-8b,...] [--batches 1,16,64,256]
-        [--context 1024] [--json FILE]
+        [--context 1024] [--layers 20] [--json FILE]
 
 Dummy weights of known shapes in bfloat16; each time is of a replay of the step's graph in one process, without
 coordinator and sampling (`gpu_step` has these). floor = the larger of weight bytes over the read bandwidth and weight
 operations over the matrix rate, plus K and V over the read bandwidth. Both rates are measured in the same run. Weights
 are those of products; an embedding that is not the head is not read. A mixture of experts reads the distinct experts
 that its tokens choose, counted as they are for even chances. Layers with windows read their windows, and layers with
-latents (deepseek-v2-lite) read each latent once.
+latents (deepseek-v2-lite) read each latent once. Layers with a recurrent state (qwen3.5-35b-a3b) read and write it.
+`--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.probe import bound_options
+from kvforge.worker.loading.source import MODEL_CONFIGS
 
 from .gpu_layers import BLOCK_SIZE, measure_step
 from .gpu_roof import Roof, measure_roof
@@ -60,14 +65,29 @@ def floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
     for layer, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
         seen = min(context, options.window) if options.window else context
         kv += rows * seen * layer.stored * layer.kv_heads * layer.head_size * model.dtype.itemsize
+    states = 2 * rows * sum(each.nbytes for each in model.geometry.states)
     weights_s = max(read * model.dtype.itemsize / roof.read_bytes, 2 * rows * used / roof.flops)
-    return (weights_s + kv / roof.read_bytes) * 1e6
+    return (weights_s + (kv + states) / roof.read_bytes) * 1e6
 
 
-def measure(name: str, device: Device, roof: Roof, batches: list[int], context: int) -> list[dict[str, Any]]:
+def load(name: str, device: Device, layers: int) -> LoadedModel:
+    """Load a model of dummy weights. layers: its first ones alone; 0: all."""
+    with tempfile.TemporaryDirectory() as folder:
+        source: str | Path = name
+        if layers:
+            config = json.loads((MODEL_CONFIGS / f"{name}.json").read_text()) | {"num_hidden_layers": layers}
+            source = Path(folder) / name
+            source.mkdir()
+            (source / "config.json").write_text(json.dumps(config))
+        return load_model(source, load_format="dummy", dtype="bfloat16", device=device, block_size=BLOCK_SIZE)
+
+
+def measure(
+    name: str, device: Device, roof: Roof, batches: list[int], context: int, layers: int
+) -> list[dict[str, Any]]:
     """Measure one model."""
     began = time.monotonic()
-    model = load_model(name, load_format="dummy", dtype="bfloat16", device=device, block_size=BLOCK_SIZE)
+    model = load(name, device, layers)
     loaded_s = time.monotonic() - began
     found = []
     for rows in batches if model.fused is not None else []:
@@ -79,6 +99,7 @@ def measure(name: str, device: Device, roof: Roof, batches: list[int], context: 
             print(f"{name}, {rows} rows: {error.message}", flush=True)
             continue
         found.append({"model": name, "batch": rows, "us": us, "floor_us": least_us, "load_s": loaded_s})
+        found[-1] |= {"layers": layers} if layers else {}
     determinism = model.info.determinism
     print(f"{name}: loaded in {loaded_s:.1f} s, fused: {model.fused is not None}, {determinism}", flush=True)
     return found
@@ -90,6 +111,7 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -97,7 +119,8 @@ def main() -> None:
     roof = measure_roof(device)
     results: list[dict[str, Any]] = []
     for name in arguments.models.split(","):
-        results += measure(name, device, roof, [int(each) for each in arguments.batches.split(",")], arguments.context)
+        batches = [int(each) for each in arguments.batches.split(",")]
+        results += measure(name, device, roof, batches, arguments.context, arguments.layers)
         gc.collect()
         device.release_cached()
     rows = [

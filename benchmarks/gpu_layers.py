@@ -102,21 +102,25 @@ def cases(fused: FusedDecoder, batch: int) -> list[Case]:
     ]
 
 
-def decode_batch(rows: int, context: int, device: Device) -> PagedBatch:
-    """Return rows with `context` tokens each, in consecutive blocks."""
+def decode_batch(rows: int, context: int, device: Device, entries: int = 1) -> PagedBatch:
+    """Return rows with `context` tokens each, in consecutive blocks of `entries` entries."""
     width = -(-context // BLOCK_SIZE)
-    tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    tables = entries * np.arange(rows * width, dtype=np.int32).reshape(rows, width)
     starts = np.full(rows, context - 1, np.int32)
     return PagedBatch.build(tables, starts, np.ones(rows, np.int32), BLOCK_SIZE, device)
 
 
 def measure_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: int) -> float:
     """Microseconds of one decode step of `rows` rows with `context` tokens each."""
-    device = model.device
-    pool = KvPool(model.geometry, rows * -(-context // BLOCK_SIZE), device)
+    device, pages = model.device, model.geometry.state_blocks
+    kv_blocks = rows * -(-context // BLOCK_SIZE)
+    pool = KvPool(model.geometry, kv_blocks + rows * pages, device)
     for tensor in pool.tensors():
         tensor.normal_() if tensor.is_floating_point() else tensor.fill_(1)
-    batch = decode_batch(rows, context, device)
+    batch = decode_batch(rows, context, device, model.geometry.entries_per_block)
+    if pages:
+        batch.states = kv_blocks + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+        batch.state_pages = device.upload(batch.states)
     tokens = torch.arange(rows, device=device.torch_device) % model.vocab_size
     positions = torch.full((rows,), context - 1, device=device.torch_device)
 

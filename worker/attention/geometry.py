@@ -162,6 +162,11 @@ class KvGeometry:
         return self.state_layout.pages if self.state_layout is not None else 0
 
     @property
+    def spare_blocks(self) -> int:
+        """Blocks of memory that belong to no sequence: spare rows of captured graphs have their states there."""
+        return 1 if self.states else 0
+
+    @property
     def entries_per_block(self) -> int:
         """Entries of a layer's K and V tensors from one block to the next: see the module."""
         return len(self._owners(0)) * self.layers[0].stored if self.is_paged else 1
@@ -231,13 +236,13 @@ class KvGeometry:
         return per_token * self.block_size
 
     def bytes_for(self, blocks: int) -> int:
-        """Return the bytes of a pool of `blocks` blocks.
+        """Return the bytes of a pool of `blocks` blocks, and of its spare one.
 
         Raises:
             InvalidConfiguration: Names `blocks`.
         """
         require_positive("blocks", blocks)
-        total = blocks * self.bytes_per_block
+        total = (blocks + self.spare_blocks) * self.bytes_per_block
         if total > BYTES_MAX:
             raise InvalidConfiguration("blocks", f"{blocks} blocks take {total} bytes, which do not fit in 64 bits")
         return total
@@ -249,9 +254,10 @@ class KvGeometry:
             InvalidConfiguration: Not even one fits.
         """
         require_positive("memory_bytes", memory_bytes)
-        blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block
-        if blocks == 0:
-            problem = f"{memory_bytes} bytes hold no block; one takes {self.bytes_per_block}"
+        blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block - self.spare_blocks
+        if blocks < 1:
+            spare = " and a spare one" * self.spare_blocks
+            problem = f"{memory_bytes} bytes hold no block{spare}; one takes {self.bytes_per_block}"
             raise InvalidConfiguration("memory_bytes", problem)
         return blocks
 

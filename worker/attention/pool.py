@@ -59,7 +59,9 @@ class KvPool:
         self.layers: list[KvLayer] = []
         self.parts = [part for part, _ in geometry.places] if geometry.is_paged else [0] * len(geometry.layers)
         self.states: StatePages | None = None
-        self._pages: tuple[torch.Tensor, ...] = ()  # [blocks, entries per block, block_size, ...]: numbers, scales
+        self._pages: tuple[
+            torch.Tensor, ...
+        ] = ()  # [blocks and a spare one, entries, block_size, ...]: numbers, scales
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
             if geometry.is_paged:
                 self._allocate_pages()
@@ -79,12 +81,13 @@ class KvPool:
             most = SLOTS_MAX // (entries * self.block_size)
             raise InvalidConfiguration("blocks", f"{self.blocks} is more than {most}, the most for this model's layers")
         shape, dtype = geometry.layers[0], geometry.dtype
-        size = (self.blocks, entries, self.block_size, shape.kv_heads)
+        blocks = self.blocks + geometry.spare_blocks
+        size = (blocks, entries, self.block_size, shape.kv_heads)
         numbers = self.device.allocate((*size, shape.head_size), dtype.torch_dtype)
         scales = [self.device.allocate(size, torch.float32)] if dtype.scale_bytes else []
         self._pages = (numbers, *scales)
         if geometry.state_layout is not None:
-            self.states = StatePages(geometry.state_layout, numbers.view(self.blocks, -1).view(torch.uint8))
+            self.states = StatePages(geometry.state_layout, numbers.view(blocks, -1).view(torch.uint8))
         length = (self.blocks - 1) * entries + 1
         made: dict[int, KvLayer] = {}  # by entry: the layers of several parts are the same views
         for _, entry in geometry.places:
@@ -140,9 +143,16 @@ class KvPool:
         return batch
 
     def static_batch(self, rows: int, width: int, shared: PagedBatch | None = None, extra: int = 0) -> PagedBatch:
-        """Make a static batch over this pool; see `PagedBatch.static`."""
+        """Make a static batch over this pool; see `PagedBatch.static`.
+
+        Behind the extra numbers of the caller lie the pages of each row's state.
+        """
         own, window = (rows, self.block_size, self.device), self.geometry.window
-        batch = PagedBatch.static(rows, width, *own[1:], shared, extra)
+        pages = self.geometry.state_blocks
+        batch = PagedBatch.static(rows, width, *own[1:], shared, extra + pages)
+        if pages:
+            batch.states = self._spare_pages(rows)
+            batch.state_pages = batch.extra_on_device[extra * rows :].view(rows, pages)
         if window:
             lowered = min(lowered_width(window, self.block_size), width)
             others = [None] * self.geometry.window_pages if shared is None else list(shared.windows)
@@ -156,8 +166,17 @@ class KvPool:
         lengths: npt.NDArray[np.int32],
         extra: npt.NDArray[np.int32] | None = None,
         windows: WindowTables | None = None,
+        states: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """Refill a static batch of this pool; see `PagedBatch.fill`, and `batch` for `windows`."""
+        """Refill a static batch of this pool; see `PagedBatch.fill`, and `batch` for `windows` and `states`.
+
+        Rows of one batch must be of different sequences if they have states. Those of padding lie in the spare block.
+        """
+        if batch.states is not None:
+            batch.states = self._spare_pages(len(batch.states))
+            if states is not None:
+                batch.states[: len(states)] = states
+            extra = np.concatenate([np.zeros(0, np.int32) if extra is None else extra, batch.states.reshape(-1)])
         batch.fill(self._scaled(tables), lengths, extra)
         if not batch.windows:
             return
@@ -169,6 +188,9 @@ class KvPool:
         base, lowered = self._lowered(windows, ends - 1, ends)
         for each, part in zip(batch.windows, lowered, strict=True):
             each.fill(part, (ends - base).astype(np.int32))
+
+    def _spare_pages(self, rows: int) -> npt.NDArray[np.int32]:
+        return np.full((rows, self.geometry.state_blocks), self.blocks, np.int32)
 
     def batch_of(self, layer: int, batch: PagedBatch) -> PagedBatch:
         """Return the batch that a layer reads, of a batch from `batch` or `static_batch`."""

@@ -51,6 +51,9 @@ def waves(batch: PagedBatch, steps: bool) -> list[Wave]:
 
 
 def _waves(batch: PagedBatch, steps: bool) -> list[Wave]:
+    if batch.state_pages is not None:  # a graph reads them as they will be
+        assert steps, "a graph of a mixer that runs row by row"
+        return [Wave([], list(range(len(batch.state_pages))), None, batch.state_pages)]
     assert batch.states is not None, "a step without the pages of its rows' states"
     together = batch.generated & (batch.starts > 0) & steps
     upload, found = batch.device.upload, []

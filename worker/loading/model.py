@@ -129,6 +129,14 @@ class LoadedModel:
             return True
         return self.device.steady and not self.unsteady and not self.device.computes_on_cores
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step of generated tokens may run from a graph: no recurrent layer runs row by row on the host."""
+        if not self.geometry.states:
+            return True
+        mixers = [] if self.fused is None else [layer.mixer for layer in self.fused.layers if layer.mixer is not None]
+        return bool(mixers) and all(mixer.step is not None for mixer in mixers)
+
     @torch.inference_mode()
     def forward(
         self,

@@ -12,6 +12,9 @@ times. No step waits longer than one capture takes. A row's bits do not depend o
 All graphs read the same input buffers, which one copy fills before each replay: those of the static batch, with tokens,
 slots, positions and flags before the structure. The graphs share the memory of their intermediate results, so only one
 may run at a time; the device's queue guarantees that.
+
+A row with a recurrent state runs in a graph if no other row of the step has the same one. Padding rows have their state
+in the pool's spare block, which no sequence has.
 """
 
 from __future__ import annotations
@@ -77,7 +80,8 @@ class _Bucket:
 
     Attributes:
         rows: Rows of the graph.
-        batch: Static batch. Its extra inputs are [4, rows]: token (-1: the slot's last), slot, position, wanted.
+        batch: Static batch. Its extra inputs are [4, rows]: token (-1: the slot's last), slot, position, wanted; behind
+            them lie the pages of states.
         results: [3 * rows] int32.
         captured: The graph.
         logits: Returns the logits [rows, vocab] float32 of the last replay.
@@ -165,6 +169,8 @@ class DecodeGraphs:
     def can_run(self, rows: Rows) -> bool:
         """Return whether `launch` can run these rows, capturing a graph if none holds them."""
         if len(rows.tokens) != len(rows) or int(rows.starts.max()) >= self._width * self._pool.block_size:
+            return False
+        if rows.states is not None and not _advance_once(rows):
             return False
         while self._sizes and len(rows) <= self._sizes[-1]:
             size = self.size_for(len(rows))
@@ -267,7 +273,8 @@ class DecodeGraphs:
         left: list[torch.Tensor] = []  # the logits
 
         def run() -> None:
-            tokens, slots, positions, wanted = state.feed(batch.extra_on_device.view(INPUTS, size)).unbind()
+            inputs = batch.extra_on_device[: INPUTS * size].view(INPUTS, size)
+            tokens, slots, positions, wanted = state.feed(inputs).unbind()
             left[:] = [model.decode(tokens, positions, batch, self._pool)]
             state.sample_simple(left[0], slots, wanted, results)
 
@@ -287,4 +294,11 @@ class DecodeGraphs:
         packed = np.zeros((INPUTS, bucket.rows), np.int32)
         packed[1, count:] = self._state.slots_max
         packed[:, :count] = rows.tokens, rows.slots, rows.starts, wanted
-        self._pool.fill(bucket.batch, rows.tables, rows.starts + 1, packed.reshape(-1), rows.windows)
+        tables, windows, states = rows.tables, rows.windows, rows.states
+        self._pool.fill(bucket.batch, tables, rows.starts + 1, packed.reshape(-1), windows, states)
+
+
+def _advance_once(rows: Rows) -> bool:
+    """Return whether all rows have a recurrent state to go on with, and no two rows the same one."""
+    assert rows.states is not None, "rows without states"
+    return int(rows.starts.min()) > 0 and len(np.unique(rows.states[:, 0])) == len(rows)

@@ -127,7 +127,7 @@ class ModelRunner:
         self._launched = 0
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
-        if graph_rows_max and not model.geometry.states:
+        if graph_rows_max and model.can_be_captured:
             rows = min(graph_rows_max, step_rows_max)
             context_width = -(-model.info.context_tokens_max // pool.block_size)
             width = min(table_width or context_width, context_width)

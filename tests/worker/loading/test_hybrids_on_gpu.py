@@ -14,6 +14,7 @@ from kvforge.protocol.errors import KernelError
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from tests.worker.step.test_states import play
 
 from .random_models import HYBRIDS, NEEDS_CACHE
 
@@ -73,3 +74,16 @@ def test_logits_and_bits_on_a_gpu(
     steps = [[64, 1, 64], *[[int(step == 0), 0, 1] for step in range(20)]]
     beside = paged_logits(model, [sequences[2], sequences[1], sequences[0]], steps, prompts=1)
     assert torch.equal(beside[2], decoded)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_an_answer_from_graphs_on_a_gpu(name: str, dtype: str, write_config: Callable[..., Path]) -> None:
+    """It has the bits of one without graphs: beside others, behind a checkpoint, as a fork, after a rewind."""
+    model_type, fields = HYBRIDS[name]
+    folder, device = write_config(model_type, **fields), open_device("auto")
+    if not device.queues:
+        pytest.skip("no GPU here")
+    model = load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=16)
+    assert model.can_be_captured
+    assert play(model, graph_rows_max=4) == play(model)

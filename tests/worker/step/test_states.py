@@ -35,7 +35,7 @@ def i4(*values: int) -> npt.NDArray[np.int32]:
 class Bench:
     """A runner. Each slot owns WIDTH blocks of K and V and the pages of a state, in random places of the pool."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, graph_rows_max: int = 0) -> None:
         self.pages = model.geometry.state_blocks
         each = WIDTH + self.pages
         self.pool = KvPool(model.geometry, (SLOTS + 2) * each, model.device)
@@ -44,7 +44,7 @@ class Bench:
         order = np.random.default_rng(7).permutation(self.pool.blocks).astype(np.int32).reshape(-1, each)
         self.tables, self.states = order[:, :WIDTH], order[:, WIDTH:]  # the last two are checkpoints
         limits = {"slots_max": SLOTS, "step_tokens_max": 256, "step_rows_max": 8}
-        self.runner = ModelRunner(model, self.pool, **limits)
+        self.runner = ModelRunner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
 
     def step(self, rows: list[Row], copies: npt.NDArray[np.int32] | None = None, **fields: Any) -> Step:
         slots, starts, tokens, samples = zip(*rows, strict=True)
@@ -113,18 +113,42 @@ def test_a_request_has_the_same_bits_whatever_was_done_with_its_state(model: Loa
     assert len(play(model)) == 11
 
 
-def play(model: LoadedModel) -> list[tuple[int, float]]:
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_generated_tokens_from_graphs_have_the_same_bits(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=BLOCK_SIZE, **fields)
+    assert play(model, graph_rows_max=4) == play(model)
+    bench = Bench(model, graph_rows_max=4)
+    graphs = bench.runner.graphs
+    assert graphs is not None
+    bench.run([(slot, 0, prompt(slot, 20 + slot), 1) for slot in range(3)])
+    for place in range(3):
+        bench.run([(slot, 20 + slot + place, [7 + GENERATED], 1) for slot in range(3)])
+    assert (bench.runner.meter.graphs, graphs.captured) == (3, 1)  # three rows in a graph of four
+    # Two tokens of one sequence in a step: the second one needs the state behind the first.
+    bench.run([(0, 23, [7 + GENERATED, 8 + GENERATED], 1)])
+    assert bench.runner.meter.graphs == 3
+
+
+@pytest.mark.parametrize("name", ["granite", "jamba"])
+def test_a_mixer_that_runs_row_by_row_has_no_graphs(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    model_type, fields = HYBRIDS[name]
+    bench = Bench(tiny(model_type, block_size=BLOCK_SIZE, **fields), graph_rows_max=4)
+    assert bench.runner.graphs is None
+
+
+def play(model: LoadedModel, graph_rows_max: int = 0) -> list[tuple[int, float]]:
     """Return an answer, which has the same bits whatever was done with its state.
 
     It runs in chunks and company, behind a checkpoint, as a fork, after a rewind, and recomputed from its tokens.
     """
     text, other = prompt(1, 75), prompt(2, 40)
-    alone = Bench(model)
+    alone = Bench(model, graph_rows_max)
     begun = first(alone.run([(0, 0, text, 1)]), 0)
     whole = [begun, *alone.continued(0, 75, begun[0], 10)]
     answer = [token for token, _ in whole]
 
-    bench = Bench(model)
+    bench = Bench(model, graph_rows_max)
     bench.run([(3, 0, other, 0), (1, 0, text[:64], 0)])
     # A checkpoint behind 64 tokens is copied before the step that advances the state.
     outcome = bench.run([(1, 64, text[64:], 1), (2, 0, other[:1], 1)], bench.copy(1, SLOTS, 4))
@@ -264,9 +288,3 @@ def test_a_pass_that_failed_half_way_ends_the_worker(lfm2: LoadedModel, monkeypa
     with pytest.raises(StateLostError, match="failed half-way: RuntimeError: no memory"):
         bench.run([(0, 0, [5, 6], 1), (1, 0, [7], 1)])
     assert calls == [0, 1]
-
-
-def test_no_decode_graphs_are_captured(lfm2: LoadedModel) -> None:
-    pool = KvPool(lfm2.geometry, 40, lfm2.device)
-    runner = ModelRunner(lfm2, pool, slots_max=4, step_tokens_max=64, step_rows_max=4, graph_rows_max=4)
-    assert runner.graphs is None
