@@ -4,12 +4,13 @@ A mixer runs row by row (see `mixers`), but most of its weights are matrices tha
 of its input, and the last one, which gives its result. They are found by running the mixer once: the first are given
 the very tensor that the mixer is given, and the last one returns the very tensor that the mixer returns. In a step they
 are computed for all tokens together, and the mixer finds the results where it calls them. The weights are then read
-once for each step, not for each row.
+once for each step, not for each row. On devices that do not pack weights, those of the input lie in one matrix and are
+one product (`Projections.join`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,16 +36,60 @@ class Place:
 
 
 @dataclass(frozen=True)
+class JoinedInputs:
+    """Several projections of one input as one product.
+
+    Attributes:
+        weights: Their weights, which are rows of one matrix.
+        module: Multiplies by this matrix.
+    """
+
+    weights: tuple[torch.nn.Parameter, ...]
+    module: Any
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the projections of hidden [1, tokens, hidden size]: views of one tensor."""
+        made: torch.Tensor = self.module(hidden)
+        return made.split([len(weight) for weight in self.weights], dim=-1)
+
+    def has(self, modules: list[Any]) -> bool:
+        """Return whether these modules still have the weights that were joined."""
+        return all(module.weight is weight for module, weight in zip(modules, self.weights, strict=True))
+
+
+@dataclass
 class Projections:
     """The projections of one mixer.
 
     Attributes:
         inputs: Linear parts that the mixer calls with its own input.
         output: The Linear part that returns the mixer's result; None: there is none.
+        joined: The inputs as one product; None: they are not joined.
     """
 
     inputs: tuple[Place, ...] = ()
     output: Place | None = None
+    joined: JoinedInputs | None = None
+
+    def join(self, linear: Callable[[torch.nn.Parameter], Any]) -> None:
+        """Lay the weights of the inputs into one matrix, if they have no bias; the modules then have views of it.
+
+        Args:
+            linear: Returns a module that multiplies by a weight.
+        """
+        modules = [place.module for place in self.inputs]
+        weights = [module.weight for module in modules]
+        if len(weights) < 2 or any(module.bias is not None for module in modules):
+            return
+        matrix = torch.nn.Parameter(torch.cat([weight.detach() for weight in weights]), requires_grad=False)
+        for weight, rows in zip(weights, matrix.split([len(weight) for weight in weights]), strict=True):
+            weight.data = rows
+        self.joined = JoinedInputs(tuple(weights), linear(matrix))
+
+    def _computed(self, modules: list[Any], hidden: torch.Tensor) -> Iterable[torch.Tensor]:
+        if self.joined is not None and self.joined.has(modules):
+            return self.joined(hidden)
+        return [module(hidden) for module in modules]
 
     @contextmanager
     def over(self, hidden: torch.Tensor) -> Iterator[JoinedTokens]:
@@ -59,9 +104,10 @@ class Projections:
         tokens = JoinedTokens(hidden, None if self.output is None else self.output.module)
         kept = [(place, place.module) for place in self.inputs]
         try:
-            for place, module in kept:
-                tokens.projected[place.name] = module(hidden)
-                place.put(_Computed(tokens, tokens.projected[place.name]))
+            computed = self._computed([module for _, module in kept], hidden)
+            for (place, _), projected in zip(kept, computed, strict=True):
+                tokens.projected[place.name] = projected
+                place.put(_Computed(tokens, projected))
             if self.output is not None:
                 kept.append((self.output, self.output.module))
                 self.output.put(_unchanged)

@@ -32,7 +32,7 @@ from kvforge.worker.kernels.partition import apply_aligned
 from kvforge.worker.kernels.torch_functions import SteadyFunctions, product
 
 from .fusion import in_place_of
-from .mixers import mixers_of
+from .mixers import MIXING, mixers_of
 
 GROUPED = ("sm_9", "sm_10")  # torch has a grouped product of bfloat16 there
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
@@ -102,7 +102,16 @@ def make_mixers_steady(module: Any, operations: LayerOperations, device: Device)
     packing = operations if isinstance(operations, PackedOperations) else None
     for mixer in mixers_of(module):
         _replace_products(mixer, operations, packing)
+        _join_inputs(mixer, operations)
         _even(mixer, operations, device)
+
+
+def _join_inputs(mixer: Any, operations: LayerOperations) -> None:
+    """Compute a mixer's projections of its input in one product, where their weights are not packed."""
+    projections = mixer.__dict__[MIXING].projections
+    modules = [place.module for place in projections.inputs]
+    if all(isinstance(each, SteadyLinear) for each in modules) and len({each.weight.dtype for each in modules}) == 1:
+        projections.join(lambda matrix: SteadyLinear(operations, matrix, None))
 
 
 def _replace_products(module: Any, operations: LayerOperations, packing: PackedOperations | None) -> None:
