@@ -36,6 +36,11 @@ def delta_configurations(target: Target) -> list[Configuration]:
     return distinct(_delta(target, *each) for each in product(FLOATS, FLOATS, DELTAS, (False, True)))
 
 
+def gated_norm_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `gated_norm_kernel` on `target`."""
+    return distinct(_delta(target, dtype, F32, model, False, kernel=1) for dtype, model in product(FLOATS, DELTAS))
+
+
 def states_of_a_row(name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: torch.dtype, far: bool) -> StateRows:
     """Return the states of one row. far: the pool has more than 2 GiB."""
     page = 1 << 16
@@ -58,7 +63,10 @@ def _convolution(target: Target, dtypes: tuple[torch.dtype, torch.dtype], model:
     return Configuration(label, launched[0], matrix=False)
 
 
-def _delta(target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool) -> Configuration:
+def _delta(
+    target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool, kernel: int = 0
+) -> Configuration:
+    """Return the configuration of a launch of `advance_delta`. kernel: 0, or 1 for the gated norm."""
     key_heads, heads, key_size, value_size = DELTAS[model]
     numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(value_size, dtype=dtype)
     delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
@@ -68,5 +76,6 @@ def _delta(target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, fa
     with recorded(target) as launched:
         advance_delta(launched_on(target), inputs, states_of_a_row(RECURRENT, delta.state, F32, kept, far), delta)
     assert value_size * kept.itemsize % ALIGNMENT == 0, "sizes of models are multiples"
-    label = f"gated delta {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
-    return Configuration(label, launched[0], matrix=False)
+    what = ("gated delta", "gated norm")[kernel]
+    label = f"{what} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
+    return Configuration(label, launched[kernel], matrix=False)

@@ -48,11 +48,6 @@ def scan_configurations(target: Target) -> list[Configuration]:
     return _kernels_of_delta(target, 1)
 
 
-def norm_configurations(target: Target) -> list[Configuration]:
-    """Return the configurations of `gated_norm_kernel` on `target`."""
-    return _kernels_of_delta(target, 2)
-
-
 def _kernels_of(target: Target, which: int) -> list[Configuration]:
     made = []
     if choose_tiles(target, F16) is None:  # T4
@@ -83,7 +78,7 @@ def _kernels_of_delta(target: Target, which: int) -> list[Configuration]:
         with recorded(target) as launched:
             held = states_of_a_row(RECURRENT, delta.state, F32, kept, far)
             advance_prompts(launched_on(target), inputs, held, delta, rows_of(1))
-        kind = ("tiles", "scan", "norm")[which]
+        kind = ("tiles", "scan")[which]
         label = f"gated delta of prompts {kind} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]}{' far' * far}"
-        made.append(Configuration(label, launched[which], matrix=which < 2))
+        made.append(Configuration(label, launched[which], matrix=True))
     return distinct(made)

@@ -20,13 +20,13 @@ from kvforge.worker.attention.states import ALIGNMENT, StateRows
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
+from .gated_norm import gated_norm
 from .launching import Launching
 from .prompt_rows import CHUNK, PromptRows
 from .recurrent import SUM_MIN, DeltaInputs, GatedDelta
-from .recurrent_kernels import _lines, _paged, _silu
+from .recurrent_kernels import _lines, _paged
 
 SIZE_MIN, SIZE_MAX = 16, 128  # of keys and values, padded to powers of two
-NORM_NUMBERS = 1024  # of a program of the norm
 
 
 @dataclass(frozen=True)
@@ -253,38 +253,6 @@ def delta_scan_kernel(
     tl.store(place, held.to(kept), mask=inside & has_tiles)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "gate_stride"])
-def gated_norm_kernel(
-    numbers,
-    gate,
-    weight,
-    count,
-    heads,
-    value_size,
-    gate_stride,
-    epsilon,
-    ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Grid: [blocks of ROWS]. Apply the gated norm to heads of values in place. count: tokens x heads."""
-    let_next_start(OVERLAP)
-    index, across = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, VALUES)
-    dtype: tl.constexpr = numbers.dtype.element_ty
-    in_value = across < value_size
-    inside = (index < count)[:, None] & in_value[None, :]
-    factor = tl.load(weight + across, mask=in_value, other=0.0).to(tl.float32)
-    wait_for_inputs(OVERLAP)
-    place = numbers + index[:, None] * value_size + across[None, :]
-    found = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(found * found, axis=1) / value_size + epsilon)
-    normed = (found * scale[:, None]).to(dtype).to(tl.float32)
-    normed = (normed * factor[None, :]).to(dtype).to(tl.float32)
-    gate_at = gate + (index // heads)[:, None] * gate_stride + (index % heads)[:, None] * value_size + across[None, :]
-    opened = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (normed * _silu(opened)).to(dtype), mask=inside)
-
-
 def can_advance_prompts(target: Target, dtype: torch.dtype, states: StateRows, delta: GatedDelta) -> bool:
     """Return whether `advance_prompts` finds the lines of these states, and multiplies tiles of these sizes."""
     fits = max(delta.key_size, delta.value_size) <= SIZE_MAX
@@ -357,19 +325,4 @@ def advance_prompts(
             num_stages=tiles.scan_stages,
             **common,
         )
-    block = max(1, NORM_NUMBERS // values)
-    gated_norm_kernel[(triton.cdiv(len(mixed) * heads, block),)](
-        found,
-        inputs.gate,
-        delta.weight,
-        len(mixed) * heads,
-        heads,
-        delta.value_size,
-        inputs.gate.stride(0),
-        delta.epsilon,
-        ROWS=block,
-        VALUES=values,
-        num_warps=max(1, NORM_NUMBERS // 8 // target.warp_size) if target.backend != "cpu" else 1,
-        **launch_options(launch.overlap),
-    )
-    return found
+    return gated_norm(launch, found, inputs.gate, delta)

@@ -6,8 +6,6 @@ and writes it once. Its sums depend on its own numbers alone, so the bits of a r
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -15,12 +13,14 @@ import triton.language as tl
 from kvforge.worker.attention.states import ALIGNMENT, StateRows
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
+from .gated_norm import gated_norm
 from .launching import Launching
 from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
 
 CHANNELS = 256  # of a program
-HEAD_NUMBERS_MAX = 1 << 14  # of a head's state, all in the registers of a program
-HEAD_THREADS_MAX = 512
+STATE_NUMBERS = 1 << 13  # of a head's state in the registers of a program: small programs, so that many read at once
+KEY_SIZE_MAX = 1 << 9
+NUMBERS_OF_THREAD = 64
 
 
 @triton.jit
@@ -141,7 +141,6 @@ def _of_length_1(numbers, eps):
         "heads",
         "groups",
         "mixed_stride",
-        "gate_stride",
         "beta_stride",
         "decay_stride",
         "page_numbers",
@@ -150,12 +149,10 @@ def _of_length_1(numbers, eps):
 )
 def delta_kernel(
     mixed,
-    gate,
     beta,
     decay,
     rates,
     biases,
-    weight,
     target,
     state,
     pages,
@@ -165,35 +162,42 @@ def delta_kernel(
     key_size,
     value_size,
     mixed_stride,
-    gate_stride,
     beta_stride,
     decay_stride,
     page_numbers,
     page_count,
     query_scale,
     least,
-    epsilon,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [rows, heads]. See StateOperations.advance_delta, and `convolve_kernel` for the pages.
+    """Grid: [rows, heads, parts of a value]. Advances the states; see StateOperations.advance_delta, before its norm.
+
+    See `convolve_kernel` for the pages.
 
     heads: of values. groups: of them with the same query and key. least: added to sums of squares of queries and keys.
-    KEYS, VALUES: powers of two that hold a key and a value. ALIGNED: whether lines begin at multiples of 16 bytes.
+    KEYS: a power of two that holds a key. VALUES: numbers of a value that a program computes. ALIGNED: whether lines
+    begin at multiples of 16 bytes.
     """
     let_next_start(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = target.dtype.element_ty
     kept: tl.constexpr = state.dtype.element_ty
-    along, across = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    along, across = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = along < key_size, across < value_size
     rate, bias = tl.load(rates + head), tl.load(biases + head)
-    factors = tl.load(weight + across, mask=in_value, other=0.0)
     keys = (heads // groups) * key_size
     own = mixed + row * mixed_stride
+    item: tl.constexpr = kept.primitive_bitwidth // 8
+    multiple: tl.constexpr = 16 // item if ALIGNED else 1
+    first = lines + 2 * head * key_size
     wait_for_inputs(OVERLAP)
+    line = _lines(first, pages + row * page_count, along, in_key, page_numbers, item, multiple)
+    inside = in_key[:, None] & in_value[None, :]
+    place = state + line[:, None] + across[None, :]
+    held = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     query_at = own + (head // groups) * key_size + along
     query = _of_length_1(tl.load(query_at, mask=in_key, other=0.0).to(tl.float32), least) * query_scale
     key = _of_length_1(tl.load(query_at + keys, mask=in_key, other=0.0).to(tl.float32), least)
@@ -202,44 +206,33 @@ def delta_kernel(
     share = share.to(dtype).to(tl.float32)
     x = tl.load(decay + row * decay_stride + head).to(tl.float32) + bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    item: tl.constexpr = kept.primitive_bitwidth // 8
-    multiple: tl.constexpr = 16 // item if ALIGNED else 1
-    first = lines + 2 * head * key_size
-    line = _lines(first, pages + row * page_count, along, in_key, page_numbers, item, multiple)
-    inside = in_key[:, None] & in_value[None, :]
-    place = state + line[:, None] + across[None, :]
-    held = tl.load(place, mask=inside, other=0.0).to(tl.float32) * tl.exp(rate * softplus)
+    held *= tl.exp(rate * softplus)
     missing = (value - tl.sum(held * key[:, None], axis=0)) * share
     held += key[:, None] * missing[None, :]
     tl.store(place, held.to(kept), mask=inside)
-    found = tl.sum(held * query[:, None], axis=0).to(dtype).to(tl.float32)
-    normed = (found * (1.0 / tl.sqrt(tl.sum(found * found, axis=0) / value_size + epsilon))).to(dtype)
-    normed = (normed.to(tl.float32) * factors.to(tl.float32)).to(dtype).to(tl.float32)
-    opened = tl.load(gate + row * gate_stride + head * value_size + across, mask=in_value, other=0.0).to(tl.float32)
-    tl.store(target + (row * heads + head) * value_size + across, (normed * _silu(opened)).to(dtype), mask=in_value)
+    found = tl.sum(held * query[:, None], axis=0).to(dtype)
+    tl.store(target + (row * heads + head) * value_size + across, found, mask=in_value)
 
 
 def can_advance_delta(states: StateRows, delta: GatedDelta) -> bool:
-    """Return whether `advance_delta` finds the lines of these states, and a program holds a head's."""
-    sizes = triton.next_power_of_2(delta.key_size), triton.next_power_of_2(delta.value_size)
-    return states.lines is not None and math.prod(sizes) <= HEAD_NUMBERS_MAX
+    """Return whether `advance_delta` finds the lines of these states, and a program holds enough of them."""
+    return states.lines is not None and delta.key_size <= KEY_SIZE_MAX
 
 
 def advance_delta(launch: Launching, inputs: DeltaInputs, states: StateRows, delta: GatedDelta) -> torch.Tensor:
     """Implement `StateOperations.advance_delta`, if `can_advance_delta`."""
     lines, mixed = states.lines, inputs.mixed
     assert lines is not None, "can_advance_delta is false"
-    rows, heads = len(mixed), delta.value_heads
+    rows, heads, warp = len(mixed), delta.value_heads, launch.target.warp_size
     target = torch.empty((rows, heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
-    sizes = triton.next_power_of_2(delta.key_size), triton.next_power_of_2(delta.value_size)
-    delta_kernel[(rows, heads)](
+    keys, values = triton.next_power_of_2(delta.key_size), triton.next_power_of_2(delta.value_size)
+    part, overlap = min(values, STATE_NUMBERS // keys), launch_options(launch.overlap)
+    delta_kernel[(rows, heads, triton.cdiv(delta.value_size, part))](
         mixed,
-        inputs.gate,
         inputs.beta,
         inputs.decay,
         delta.rates,
         delta.biases,
-        delta.weight,
         target,
         *_paged(states),
         lines,
@@ -247,16 +240,15 @@ def advance_delta(launch: Launching, inputs: DeltaInputs, states: StateRows, del
         delta.groups,
         delta.key_size,
         delta.value_size,
-        *(each.stride(0) for each in (mixed, inputs.gate, inputs.beta, inputs.decay)),
+        *(each.stride(0) for each in (mixed, inputs.beta, inputs.decay)),
         states.memory.shape[1] // states.tensor.stored.itemsize,
         states.pages.shape[1],
         delta.key_size**-0.5,
         SUM_MIN,
-        delta.epsilon,
-        KEYS=sizes[0],
-        VALUES=sizes[1],
+        KEYS=keys,
+        VALUES=part,
         ALIGNED=delta.value_size * states.tensor.stored.itemsize % ALIGNMENT == 0,
-        num_warps=max(1, min(HEAD_THREADS_MAX, math.prod(sizes) // 16) // launch.target.warp_size),
-        **launch_options(launch.overlap),
+        num_warps=max(1, keys * part // NUMBERS_OF_THREAD // warp),
+        **overlap,
     )
-    return target
+    return gated_norm(launch, target, inputs.gate, delta)

@@ -259,6 +259,7 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.wide_linear", "wide_linear_kernel", PlainOperations.wide_linear, _layers),
     Kernel("kvforge.worker.kernels.recurrent_kernels", "convolve_kernel", PlainOperations.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.recurrent_kernels", "delta_kernel", PlainOperations.advance_delta, _recurrent),
+    Kernel("kvforge.worker.kernels.gated_norm", "gated_norm_kernel", PlainOperations.advance_delta, _recurrent),
     Kernel(
         "kvforge.worker.kernels.state_space_kernels",
         "state_space_kernel",
@@ -275,7 +276,6 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_states_kernel", PlainPrompts.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_tiles_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_scan_kernel", PlainPrompts.advance_delta, _recurrent),
-    Kernel("kvforge.worker.kernels.prompt_delta", "gated_norm_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
     Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),

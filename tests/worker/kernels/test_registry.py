@@ -230,7 +230,7 @@ def model_of(kernel: Kernel) -> str:
         return "bamba"
     if kernel.name == "convolve_kernel" or kernel.module.endswith("prompt_convolution"):
         return "lfm2"
-    if kernel.name == "delta_kernel" or kernel.module.endswith("prompt_delta"):
+    if kernel.name in ("delta_kernel", "gated_norm_kernel") or kernel.module.endswith("prompt_delta"):
         return "qwen3_5_text"
     if kernel.name in ("by_head_kernel", "latent_inputs_kernel", "wide_linear_kernel"):
         return "deepseek_v3"
