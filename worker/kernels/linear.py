@@ -184,7 +184,7 @@ def linear_parts(
 
     Args:
         launch: How to launch it.
-        x: [tokens, k]; rows may be strided.
+        x: [tokens, k]; rows may be strided, their numbers not.
         weight: [n, k], contiguous.
         bias: [n] or None.
         tiles: Tile sizes.
@@ -197,6 +197,7 @@ def linear_parts(
         [parts, tokens, n].
     """
     tokens, k = x.shape
+    assert x.stride(1) == 1 or k == 1, "the numbers of a row lie apart"
     n = len(weight) // 2 if gated else len(weight)
     activation = SILU if gated and activation is None else activation
     assert tiles.parts == 1 or activation is None, "no activation of a sum that is added up later"

@@ -83,7 +83,9 @@ def product(
     shape = (*x.shape[:-1], weight.shape[0])
     if not x.numel():  # the head in a step that samples nothing
         return x.new_empty(shape)
-    return operations.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(shape)
+    rows = x.reshape(-1, x.shape[-1])
+    # transformers' layers also multiply views whose numbers lie apart; kernels read them next to each other.
+    return operations.linear(rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias).view(shape)
 
 
 def _even(function: _Function) -> _Function:

@@ -65,6 +65,22 @@ def test_products_inside_are_those_of_the_operations() -> None:
     assert same_bits(found.view(10, 32), operations.linear(x.view(10, 64), weight))
 
 
+def test_numbers_of_a_row_may_lie_apart() -> None:
+    """The kernels of a GPU read a row's numbers next to each other. Mamba 1 multiplies the last column of a tensor."""
+    if not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("only under Triton's interpreter")
+    from kvforge.worker.kernels.fused import FusedOperations
+
+    operations = FusedOperations(open_device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn((1, 64, 4), generator=generator).half()[:, :, -1:].transpose(1, 2)
+    weight = torch.randn((32, 64), generator=generator).half()
+    assert x.stride(2) == 4
+    with SteadyFunctions(operations):
+        found = functional.linear(x, weight)
+    torch.testing.assert_close(found, functional.linear(x.contiguous(), weight), atol=0.1, rtol=0.02)
+
+
 def test_a_mean_of_rows_is_a_mean() -> None:
     x = torch.rand(3, 100)
     for keepdim in (True, False):
