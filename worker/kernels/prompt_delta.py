@@ -4,8 +4,10 @@ Three kernels: the first computes what a tile needs of its own tokens, all tiles
 from tile to tile, a part of the values' columns in each program. The third applies the gated norm. Tiles have one size,
 and empty places add exact zeros, so a token's bits do not depend on other rows, nor on how many tokens follow.
 
-Products have operands in the model's dtype and sums in float32; states stay in float32. The triangular system is
-inverted with an accuracy close to float32's in every dtype: blocks of 16 by substitution, then what lies between them.
+Products have operands in float16 (in float32 for float32, which the interpreter alone computes), and sums in float32;
+states stay in float32. Queries and keys have length 1, so that float16 holds them with three bits more than bfloat16.
+Values and states are divided by 16 first, so that numbers up to a million fit. The triangular system is inverted with
+an accuracy close to float32's: blocks of 16 by substitution, then what lies between them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from .prompt_rows import CHUNK, PromptRows
 from .recurrent import SUM_MIN, DeltaInputs, GatedDelta
 from .recurrent_kernels import _lines, _paged
 
+SMALLER = tl.constexpr(1 / 16)  # the factor of values and states in products: a power of two rounds nothing
 SIZE_MIN, SIZE_MAX = 16, 128  # of keys and values, padded to powers of two
 
 
@@ -58,10 +61,9 @@ def choose_tiles(target: Target, dtype: torch.dtype) -> DeltaTiles | None:
 
 
 @triton.jit
-def _dot(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    if WIDEN:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
-    return tl.dot(a, b, input_precision=PRECISION)
+def _narrow(numbers, OPERAND: tl.constexpr):
+    """Return values or states as operands."""
+    return (numbers * SMALLER).to(OPERAND)
 
 
 @triton.jit
@@ -128,18 +130,18 @@ def delta_tiles_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid: [heads of values, tiles]. Compute what a tile needs of its own tokens.
 
     queries, known, left: [tiles, heads, TOKENS, KEYS]. added: [tiles, heads, TOKENS, VALUES]. pairs: [tiles, heads,
-    TOKENS, TOKENS]. factors: [tiles, heads] float32, the decay of a state over the tile. See `prompt_reference`.
+    TOKENS, TOKENS], all in the dtype of operands. factors: [tiles, heads] float32, the decay of a state over the tile.
+    See `prompt_reference`.
     """
     let_next_start(OVERLAP)
     head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dtype: tl.constexpr = mixed.dtype.element_ty
+    operand: tl.constexpr = known.dtype.element_ty
     places, along, across = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, VALUES)
     rate, bias = tl.load(rates + head), tl.load(biases + head)
     wait_for_inputs(OVERLAP)
@@ -162,21 +164,21 @@ def delta_tiles_kernel(
     query_at = mixed + (head // groups) * key_size + places[:, None] * mixed_stride + along[None, :]
     keys = (heads // groups) * key_size
     key = _of_length_1(tl.load(query_at + keys, mask=inside, other=0.0).to(tl.float32), least)
-    narrow = key.to(dtype)
+    narrow = key.to(operand)
     key_at = places[:, None] * KEYS + along[None, :]
-    tl.store(left + own * TOKENS * KEYS + key_at, (key * tl.exp(whole - passed)[:, None]).to(dtype))
-    weighted = (key * (share * tl.exp(passed))[:, None]).to(dtype)
+    tl.store(left + own * TOKENS * KEYS + key_at, (key * tl.exp(whole - passed)[:, None]).to(operand))
+    weighted = (key * (share * tl.exp(passed))[:, None]).to(operand)
     query = _of_length_1(tl.load(query_at, mask=inside, other=0.0).to(tl.float32), least) * query_scale
-    tl.store(queries + own * TOKENS * KEYS + key_at, (query * tl.exp(passed)[:, None]).to(dtype))
+    tl.store(queries + own * TOKENS * KEYS + key_at, (query * tl.exp(passed)[:, None]).to(operand))
     flipped = tl.trans(narrow)
-    found = _dot(query.to(dtype), flipped, PRECISION, WIDEN) * decays
-    tl.store(pairs + own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :]), found.to(dtype))
-    lower = _dot(narrow, flipped, PRECISION, WIDEN) * decays * share[:, None]
-    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], lower, 0.0)).to(dtype)
-    tl.store(known + own * TOKENS * KEYS + key_at, _dot(inverse, weighted, PRECISION, WIDEN).to(dtype))
+    found = tl.dot(query.to(operand), flipped) * decays
+    tl.store(pairs + own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :]), found.to(operand))
+    lower = tl.dot(narrow, flipped) * decays * share[:, None]
+    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], lower, 0.0)).to(operand)
+    tl.store(known + own * TOKENS * KEYS + key_at, tl.dot(inverse, weighted).to(operand))
     value_at = mixed + 2 * keys + head * value_size + places[:, None] * mixed_stride + across[None, :]
     value = tl.load(value_at, mask=valid[:, None] & (across < value_size)[None, :], other=0.0).to(tl.float32)
-    correction = _dot(inverse, (value * share[:, None]).to(dtype), PRECISION, WIDEN).to(dtype)
+    correction = tl.dot(inverse, _narrow(value * share[:, None], operand)).to(operand)
     tl.store(added + own * TOKENS * VALUES + (places[:, None] * VALUES + across[None, :]), correction)
 
 
@@ -204,8 +206,6 @@ def delta_scan_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -217,6 +217,7 @@ def delta_scan_kernel(
     let_next_start(OVERLAP)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     dtype: tl.constexpr = target.dtype.element_ty
+    operand: tl.constexpr = known.dtype.element_ty
     kept: tl.constexpr = state.dtype.element_ty
     item: tl.constexpr = kept.primitive_bitwidth // 8
     multiple: tl.constexpr = 16 // item if ALIGNED else 1
@@ -237,19 +238,19 @@ def delta_scan_kernel(
     value_at = places[:, None] * VALUES + across[None, :]
     for tile in tl.range(first_tile, first_tile + count):
         own = tile * all_heads + head
-        narrow = held.to(dtype)
+        narrow = _narrow(held, operand)
         correction = tl.load(added + own * TOKENS * VALUES + value_at).to(tl.float32)
-        correction -= _dot(tl.load(known + own * TOKENS * KEYS + key_at), narrow, PRECISION, WIDEN)
-        corrected = correction.to(dtype)
-        found = _dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow, PRECISION, WIDEN)
-        found += _dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected, PRECISION, WIDEN)
+        correction -= tl.dot(tl.load(known + own * TOKENS * KEYS + key_at), narrow)
+        corrected = correction.to(operand)
+        found = tl.dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow)
+        found += tl.dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected)
         held *= tl.load(factors + own)
-        held += _dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected, PRECISION, WIDEN)
+        held += tl.dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected) / SMALLER
         held = held.to(kept).to(tl.float32)
         base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
         valid, first = (places >= begin) & (places < end), (base * all_heads + head) * value_size
         found_at = target + first + (places[:, None] * heads * value_size + across[None, :])
-        tl.store(found_at, found.to(dtype), mask=valid[:, None] & in_value[None, :])
+        tl.store(found_at, (found / SMALLER).to(dtype), mask=valid[:, None] & in_value[None, :])
     tl.store(place, held.to(kept), mask=inside & has_tiles)
 
 
@@ -281,10 +282,10 @@ def advance_prompts(
     found = torch.empty((len(mixed), heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
     most = max(len(segment.tiles) for segment in rows.segments)
     widths = (keys, keys, keys, values, CHUNK)
-    kept = [torch.empty((most, heads, CHUNK, width), dtype=mixed.dtype, device=mixed.device) for width in widths]
+    operand = torch.float32 if mixed.dtype == torch.float32 else torch.float16
+    kept = [torch.empty((most, heads, CHUNK, width), dtype=operand, device=mixed.device) for width in widths]
     kept.append(torch.empty((most, heads), dtype=torch.float32, device=mixed.device))
-    products = {"PRECISION": target.float32_products, "WIDEN": target.widens and mixed.dtype == torch.bfloat16}
-    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, **products, **launch_options(launch.overlap)}
+    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, **launch_options(launch.overlap)}
     columns = min(tiles.columns, values)
     for segment in rows.segments:
         delta_tiles_kernel[(heads, len(segment.tiles))](

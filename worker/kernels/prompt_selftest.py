@@ -88,8 +88,7 @@ def compare_prompt_delta(
         return _by_row(over.advance_delta(inputs, states, delta), rows)
 
     tensor = StateTensor(0, RECURRENT, delta.state, torch.float32, kept)
-    # Operands of products that follow each other are rounded to 16 bits, and not in plain torch.
-    tolerance = 2 * max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
+    tolerance = max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
     return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
 
 
