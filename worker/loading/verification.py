@@ -170,11 +170,12 @@ def in_float32(module: Any) -> Iterator[None]:
     """Compute in float32 from the model's weights.
 
     Each part's weights are widened when it is called and restored when it returns, so that only one part's exist twice.
-    A layer with a recurrent state reads weights of its parts without calling them: they are widened with it.
+    A layer with a recurrent state reads weights of its parts without calling them: they are widened with it. A head may
+    be given numbers in the dtype that its weight had before the call (Mamba): they are widened too.
     """
     kept: dict[int, list[list[tuple[dict[str, Any], dict[str, Any]]]]] = {}
 
-    def widen(part: Any, _arguments: Any) -> None:
+    def widen(part: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         parts = part.modules() if MIXING in part.__dict__ else (part,)
         tables = [held for each in parts for held in (each._parameters, each._buffers)]
         kept.setdefault(id(part), []).append([])
@@ -184,6 +185,9 @@ def in_float32(module: Any) -> Iterator[None]:
             for name, tensor in narrow.items():
                 wide, is_parameter = tensor.detach().float(), isinstance(tensor, torch.nn.Parameter)
                 held[name] = torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+        if not isinstance(part, torch.nn.Linear):
+            return None
+        return tuple(each.float() if isinstance(each, torch.Tensor) and _is_narrow(each) else each for each in given)
 
     def put_back(part: Any, *_: Any) -> None:
         for held, narrow in kept[id(part)].pop():

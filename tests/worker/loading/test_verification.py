@@ -77,6 +77,15 @@ def test_weights_that_are_widened_for_a_moment_give_float32(tmp_path: Path, cpu:
     assert {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in narrow.state_dict().items()} == before
 
 
+def test_a_head_may_be_given_numbers_in_the_dtype_of_its_weight() -> None:
+    """As Mamba's is. The weight is widened after its dtype was read."""
+    head = torch.nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+    x = torch.arange(8.0)[None] / 8
+    with torch.no_grad(), in_float32(head):
+        found = head(x.to(head.weight.dtype))
+    assert torch.equal(found, x @ head.weight.float().T)
+
+
 @pytest.mark.parametrize("kind", ["rounded hard", "plain"])
 def test_a_wrong_answer_in_16_bits_is_refused(
     kind: str, tmp_path: Path, cpu: Device, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
