@@ -108,11 +108,11 @@ def advance_state_space(arguments):
             write_any(target + 4 * place, read_any(rounded + size * place, code) * opened, FLOAT32)
 
 
-@cpu_kernel("source target weight rows groups size code epsilon:d")
+@cpu_kernel("source target weight rows groups count code epsilon:d")
 def group_norm(arguments):
-    """Normalise each group of a row, `size` numbers, by its root mean square, and multiply it by its weight.
+    """Normalise each group of a row, `count` numbers, by its root mean square, and multiply it by its weight.
 
-    source: [rows, groups x size] float32. target, weight: in another dtype. They must not overlap.
+    source: [rows, groups x count] float32. target, weight: in another dtype. They must not overlap.
     """
     _, _, source, target, weight, rows, groups, count, code, _ = read_10(arguments)
     epsilon, size = F(read_double(arguments + 72)), item_bytes(code)

@@ -292,7 +292,7 @@ class CpuOperations(PackedOperations):
             weight=weight.data_ptr(),
             rows=rows,
             groups=space.groups,
-            size=len(weight) // space.groups,
+            count=len(weight) // space.groups,
             code=code,
             epsilon=space.epsilon,
         )

@@ -48,6 +48,13 @@ def arguments_read(kernel: CpuKernel) -> dict[int, tuple[str, str]]:
                     else:
                         read = names_of(target)[COUNTERS:]
                         found |= {place: (name, "q") for place, name in enumerate(read)}
+                case ast.Call(
+                    func=ast.Name(id=reader),
+                    args=[ast.BinOp(left=ast.Name(id="arguments"), right=ast.Constant(value=int(offset)))],
+                ) if isinstance(target, ast.Tuple) and reader.startswith("read_"):
+                    found |= {
+                        offset // 8 - COUNTERS + place: (name, "q") for place, name in enumerate(names_of(target))
+                    }
                 case ast.Subscript(value=ast.Name(id=name), slice=ast.Slice(lower=ast.Constant(value=int(first)))) if (
                     name in whole
                 ):
