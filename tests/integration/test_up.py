@@ -84,12 +84,12 @@ def test_it_serves_heals_and_drains(folder: Path) -> None:
         restarts_a_worker(folder, running)
         restarts_the_coordinator(folder, running)
         with client(folder) as kv:
-            request = kv.submit([4, 5, 6], max_tokens=200, sampling=GREEDY)
+            request = kv.submit([4, 5, 6], max_tokens=400, sampling=GREEDY)
             tokens = iter(request)
             next(tokens)
             running.signal(signal.SIGINT)
             running.expect("stopping")
-            assert 1 + sum(1 for _ in tokens) == 200  # running requests may finish
+            assert 1 + sum(1 for _ in tokens) == 400  # running requests may finish
             assert request.result(timeout_s=10).reason == "length"
         assert running.end() == 0
     assert_nothing_left(folder)
@@ -167,10 +167,10 @@ def restarts_a_worker(folder: Path, running: Process) -> None:
 
 def restarts_the_coordinator(folder: Path, running: Process) -> None:
     with client(folder) as kv:
-        request = kv.submit([1, 2], max_tokens=300, sampling=GREEDY)
+        request = kv.submit([1, 2], max_tokens=900, sampling=GREEDY)
         next(iter(request))
         os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)
-        assert len(request.result(timeout_s=READY_S).tokens) == 300
+        assert len(request.result(timeout_s=READY_S).tokens) == 900
         running.expect("coordinator ended (killed by SIGKILL)", "restarting coordinator")
         assert kv.wait_ready(READY_S).ready
         assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
@@ -204,7 +204,7 @@ def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: P
 def submit_both(kv: Client) -> list[Request]:
     """Submit a greedy request and a seeded one."""
     drawn = SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
-    return [kv.submit([1, 2, 3], max_tokens=200, sampling=sampling) for sampling in (GREEDY, drawn)]
+    return [kv.submit([1, 2, 3], max_tokens=600, sampling=sampling) for sampling in (GREEDY, drawn)]
 
 
 def test_a_supervisor_that_stands_still_with_its_pipes_full_is_not_waited_for(folder: Path) -> None:
