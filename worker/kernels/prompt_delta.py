@@ -61,12 +61,6 @@ def choose_tiles(target: Target, dtype: torch.dtype) -> DeltaTiles | None:
 
 
 @triton.jit
-def _narrow(numbers, OPERAND: tl.constexpr):
-    """Return values or states as operands."""
-    return (numbers * SMALLER).to(OPERAND)
-
-
-@triton.jit
 def _dot_in_parts(a, b):
     """Multiply float32 by float32 with twice the digits of float16; the numbers are far below its largest."""
     a_high, b_high = a.to(tl.float16), b.to(tl.float16)
@@ -178,7 +172,7 @@ def delta_tiles_kernel(
     tl.store(known + own * TOKENS * KEYS + key_at, tl.dot(inverse, weighted).to(operand))
     value_at = mixed + 2 * keys + head * value_size + places[:, None] * mixed_stride + across[None, :]
     value = tl.load(value_at, mask=valid[:, None] & (across < value_size)[None, :], other=0.0).to(tl.float32)
-    correction = tl.dot(inverse, _narrow(value * share[:, None], operand)).to(operand)
+    correction = tl.dot(inverse, (value * (share * SMALLER)[:, None]).to(operand)).to(operand)
     tl.store(added + own * TOKENS * VALUES + (places[:, None] * VALUES + across[None, :]), correction)
 
 
@@ -233,25 +227,26 @@ def delta_scan_kernel(
     before = tl.load(tiles + 4 * first_tile + 1, mask=has_tiles, other=0)
     before += tl.load(tiles + 4 * first_tile + 2, mask=has_tiles, other=0)
     continues = (tl.load(rows + 3 * row) > 0) | (before != tl.load(rows + 3 * row + 1))
-    held = tl.load(place, mask=inside & continues & has_tiles, other=0.0).to(tl.float32)
+    held = tl.load(place, mask=inside & continues & has_tiles, other=0.0).to(tl.float32) * SMALLER
     key_at, pair_at = places[:, None] * KEYS + along[None, :], places[:, None] * TOKENS + places[None, :]
     value_at = places[:, None] * VALUES + across[None, :]
     for tile in tl.range(first_tile, first_tile + count):
         own = tile * all_heads + head
-        narrow = _narrow(held, operand)
+        narrow = held.to(operand)
         correction = tl.load(added + own * TOKENS * VALUES + value_at).to(tl.float32)
         correction -= tl.dot(tl.load(known + own * TOKENS * KEYS + key_at), narrow)
         corrected = correction.to(operand)
         found = tl.dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow)
         found += tl.dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected)
         held *= tl.load(factors + own)
-        held += tl.dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected) / SMALLER
-        held = held.to(kept).to(tl.float32)
+        held += tl.dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected)
+        if kept != tl.float32:
+            held = (held / SMALLER).to(kept).to(tl.float32) * SMALLER
         base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
         valid, first = (places >= begin) & (places < end), (base * all_heads + head) * value_size
         found_at = target + first + (places[:, None] * heads * value_size + across[None, :])
         tl.store(found_at, (found / SMALLER).to(dtype), mask=valid[:, None] & in_value[None, :])
-    tl.store(place, held.to(kept), mask=inside & has_tiles)
+    tl.store(place, (held / SMALLER).to(kept), mask=inside & has_tiles)
 
 
 def can_advance_prompts(target: Target, dtype: torch.dtype, states: StateRows, delta: GatedDelta) -> bool:
