@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvforge.worker.attention.states import StateLayout, StatePages, StateTensor, lines_of
-from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.interface import LayerOperations
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
@@ -23,24 +22,6 @@ def convolution(channels: int, taps: int, dtype: torch.dtype, biased: bool, **fo
     generator = torch.Generator().manual_seed(channels)
     weight = torch.randn(channels, taps, generator=generator).to(dtype)
     return Convolution(weight, torch.randn(channels, generator=generator).to(dtype) if biased else None, **form)
-
-
-@pytest.fixture(params=["Numba", "Triton"])
-def operations(request: pytest.FixtureRequest, cpu: Device) -> LayerOperations:
-    if request.param == "Triton":
-        pytest.importorskip("triton")
-        from kvforge.worker.attention.triton_attention import is_interpreted
-
-        if not is_interpreted():
-            pytest.skip("needs Triton's interpreter")
-        from kvforge.worker.kernels.fused import FusedOperations
-
-        return FusedOperations(cpu)
-    if cpu.cpu_kernels_problem:
-        pytest.skip(cpu.cpu_kernels_problem)
-    from kvforge.worker.kernels.cpu_operations import CpuOperations
-
-    return CpuOperations(cpu)
 
 
 @pytest.mark.parametrize("form", FORMS)

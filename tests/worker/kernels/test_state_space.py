@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvforge.worker.attention.states import StateTensor
-from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import choose_operations
 from kvforge.worker.kernels.interface import LayerOperations
 from kvforge.worker.kernels.plain import PlainOperations
@@ -34,24 +34,6 @@ def state_space(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: st
     skips, weight = torch.randn(heads, generator=generator), torch.randn(heads * head_size, generator=generator)
     numbers = [each.to(device) for each in (rates, biases, skips)]
     return StateSpace(groups, state_size, *numbers, weight.to(device, dtype), 1e-6)
-
-
-@pytest.fixture(params=["Numba", "Triton"])
-def operations(request: pytest.FixtureRequest, cpu: Device) -> LayerOperations:
-    if request.param == "Triton":
-        pytest.importorskip("triton")
-        from kvforge.worker.attention.triton_attention import is_interpreted
-
-        if not is_interpreted():
-            pytest.skip("needs Triton's interpreter")
-        from kvforge.worker.kernels.fused import FusedOperations
-
-        return FusedOperations(cpu)
-    if cpu.cpu_kernels_problem:
-        pytest.skip(cpu.cpu_kernels_problem)
-    from kvforge.worker.kernels.cpu_operations import CpuOperations
-
-    return CpuOperations(cpu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
