@@ -205,7 +205,7 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     engine = Engine(config(model=str(folder), load_format="dummy", dtype="bfloat16"), limits, lambda *_: None)
     found = engine.device_bytes()
     parts = found.weights + found.pool + found.graphs + found.other
-    assert found.pool > 0.8 * found.total
+    assert found.pool > 0.8 * (found.total - others)
     assert found.free > 0.02 * found.total
     assert parts + others + found.free == pytest.approx(found.total, rel=0.02)
     assert engine.runner.graphs is not None
