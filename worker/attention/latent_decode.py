@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 
 from .latent_decode_kernel import latent_decode_kernel, latent_merge_kernel
@@ -56,7 +56,7 @@ def latent_problem(latent: int, rope: int, dtype: torch.dtype, target: Target) -
 def latent_planner(rows_max: int, heads: int, latent: int, dtype: torch.dtype, target: Target) -> LatentPlanner:
     """Return the planner of `latent_decode` for these shapes. dtype: dtype of the query."""
     tiles = decode_tiles(heads, latent, dtype, target)
-    programs = max(1, target.multiprocessors * tiles.programs // triton.cdiv(heads, tiles.heads))
+    programs = max(1, target.multiprocessors * tiles.programs // ceil_div(heads, tiles.heads))
     return LatentPlanner(rows_max, programs, tiles.folds)
 
 
@@ -91,7 +91,7 @@ def latent_decode(
     latent = output.shape[2]
     compute_items(query, cache, tables, planner, plan, output, workspace, scaling * LOG2_E, target, scales)
     columns = latent_class(latent) if rows * heads >= target.multiprocessors else MERGE_COLUMNS
-    latent_merge_kernel[(rows * heads * triton.cdiv(latent, columns),)](
+    latent_merge_kernel[(rows * heads * ceil_div(latent, columns),)](
         plan[planner.merges :],
         workspace.partials,
         workspace.sizes,
@@ -123,7 +123,7 @@ def compute_items(
     latent = output.shape[2]
     tiles = decode_tiles(heads, latent, query.dtype, target, quantised=scales is not None)
     bitwise = cache.dtype in target.bitwise
-    programs = min(planner.items_max * triton.cdiv(heads, tiles.heads), target.multiprocessors * tiles.programs)
+    programs = min(planner.items_max * ceil_div(heads, tiles.heads), target.multiprocessors * tiles.programs)
     if not hopper_problem(heads, latent, width - latent, cache.dtype, target):
         from .latent_hopper import launch
 

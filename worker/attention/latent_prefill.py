@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.target import HEAD_UNIT, Target, in_units
 
 from .latent_decode import LOG2_E
@@ -132,7 +133,7 @@ def latent_prefill(
     heads, latent, rope = query.shape[1], output.shape[2], query.shape[2] - output.shape[2]
     tiles = prefill_tiles(heads, latent, query.dtype, target, quantised=scales is not None)
     bitwise = cache.dtype in target.bitwise
-    latent_prefill_kernel[(items.shape[0] * triton.cdiv(heads, tiles.heads),)](
+    latent_prefill_kernel[(items.shape[0] * ceil_div(heads, tiles.heads),)](
         query,
         as_bytes(cache) if bitwise else cache,
         cache if scales is None else scales,

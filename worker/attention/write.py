@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.target import HEAD_UNIT, Target, head_class, in_units
 
 from .interface import KvLayer
@@ -303,7 +304,7 @@ def write_kv(
     q = query if rotates_query and query is not None else key
     rotated = q if output is None else output
     heads = q.shape[1] if rotates_query else 0
-    kv_units, query_units = triton.cdiv(kv_heads, HEADS), triton.cdiv(heads, HEADS)
+    kv_units, query_units = ceil_div(kv_heads, HEADS), ceil_div(heads, HEADS)
     no_scales = layer.key_scales is None
     write_kernel[(tokens, query_units + 2 * kv_units)](
         q,

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .grids import ceil_div
+
 BLOCK, WARPS = 1024, 8
 
 
@@ -28,4 +30,4 @@ def copy_numbers(target: torch.Tensor, source: torch.Tensor) -> None:
         source: Likewise.
     """
     count = source.numel()
-    copy_kernel[(triton.cdiv(count, BLOCK),)](target, source, count, BLOCK=BLOCK, num_warps=WARPS)
+    copy_kernel[(ceil_div(count, BLOCK),)](target, source, count, BLOCK=BLOCK, num_warps=WARPS)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .activations import Activation
@@ -87,7 +88,7 @@ def apply_activation(launch: Launching, x: torch.Tensor, activation: Activation,
     count, width = x.shape
     size = width // 2 if gated else width
     output = torch.empty((count, size), dtype=x.dtype, device=x.device)
-    activation_kernel[(triton.cdiv(size, BLOCK), count)](
+    activation_kernel[(ceil_div(size, BLOCK), count)](
         x,
         output,
         size,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -82,7 +83,7 @@ def by_head(
     depth = DEPTH if even else DEPTH_ODD
     few = tokens <= FEW_TOKENS or launch.target.backend != "cuda"  # elsewhere another tile is another instruction
     block = FEW_TOKENS if few else MANY_TOKENS
-    by_head_kernel[(triton.cdiv(n, COLUMNS), heads, triton.cdiv(tokens, block))](
+    by_head_kernel[(ceil_div(n, COLUMNS), heads, ceil_div(tokens, block))](
         x,
         weight,
         output,
@@ -92,7 +93,7 @@ def by_head(
         *x.stride()[:2],
         *weight.stride(),
         *output.stride()[:2],
-        STEPS=triton.cdiv(k, depth),
+        STEPS=ceil_div(k, depth),
         EVEN=even,
         COLUMNS=COLUMNS,
         DEPTH=depth,

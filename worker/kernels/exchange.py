@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, RankBuffers
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import HEAD_UNIT, in_units
 
@@ -313,7 +314,7 @@ def join_of_ranks(launch: Launching, peers: RankBuffers, output: torch.Tensor) -
     """Write all ranks' parts [tokens, share] side by side to output [tokens, ranks x share], contiguous; return it."""
     count, width = output.shape
     share = width // peers.count
-    blocks = count * triton.cdiv(share, COPY_BLOCK)
+    blocks = count * ceil_div(share, COPY_BLOCK)
     join_of_ranks_kernel[(_programs(blocks, launch.target.multiprocessors),)](
         peers.addresses,
         peers.flags,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -144,7 +145,7 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
         divide_kernel[(1,)](bounds, blocks, count, experts, **sizes, num_warps=4, **launch_options(launch.overlap))
         return Blocks(places.int(), blocks, count, alone=False)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
-    rank_kernel[(1 + triton.cdiv(pairs, RANKED),)](
+    rank_kernel[(1 + ceil_div(pairs, RANKED),)](
         chosen,
         order,
         blocks,

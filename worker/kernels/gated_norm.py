@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -63,7 +64,7 @@ def gated_norm(launch: Launching, numbers: torch.Tensor, gate: torch.Tensor, del
     """
     heads, values = delta.value_heads, triton.next_power_of_2(delta.value_size)
     count, block, target = len(numbers) * heads, max(1, NUMBERS // values), launch.target
-    gated_norm_kernel[(triton.cdiv(count, block),)](
+    gated_norm_kernel[(ceil_div(count, block),)](
         numbers,
         gate,
         delta.weight,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .activation import activate, activated
@@ -267,10 +268,10 @@ def _multiply(
     assert weight.transpose(1, 2).is_contiguous() or not transposed, "neither layout"
     gated = gating is not None and gating.gated
     numbers = tiles.rows // 2 if gated else tiles.rows
-    steps = triton.cdiv(k, tiles.depth)
+    steps = ceil_div(k, tiles.depth)
     prefetches = launch.overlap and scales is not None and not transposed and tiles.depth >= LINE
     even = n % numbers == 0 and k % tiles.depth == 0
-    grouped_kernel[(sorted_pairs.count * triton.cdiv(n, numbers),)](
+    grouped_kernel[(sorted_pairs.count * ceil_div(n, numbers),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -325,7 +326,7 @@ def sum_places(
     width, tokens, n = parts.shape
     if output is None:
         output = torch.empty((tokens, n), dtype=parts.dtype, device=parts.device)
-    grid = (triton.cdiv(n, SUM_BLOCK), tokens)
+    grid = (ceil_div(n, SUM_BLOCK), tokens)
     sum_kernel[grid](
         parts,
         chosen,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
@@ -206,7 +207,7 @@ def linear_parts(
     if output is None:
         output = torch.empty((parts, tokens, n), dtype=dtype, device=x.device)
     assert output.shape == (parts, tokens, n) and output.is_contiguous()
-    linear_kernel[(triton.cdiv(n, tiles.rows), parts, triton.cdiv(tokens, tiles.tokens))](
+    linear_kernel[(ceil_div(n, tiles.rows), parts, ceil_div(tokens, tiles.tokens))](
         x,
         weight,
         TensorDescriptor.from_tensor(x, [tiles.tokens, tiles.depth]) if tiles.described else None,
@@ -238,9 +239,9 @@ def linear_parts(
 
 def split_depth(k: int, tiles: LinearTiles) -> tuple[int, int]:
     """Return the actual number of parts and the steps of each; no part is empty."""
-    steps = triton.cdiv(k, tiles.depth)
-    steps_per_part = triton.cdiv(steps, min(tiles.parts, steps))
-    return triton.cdiv(steps, steps_per_part), steps_per_part
+    steps = ceil_div(k, tiles.depth)
+    steps_per_part = ceil_div(steps, min(tiles.parts, steps))
+    return ceil_div(steps, steps_per_part), steps_per_part
 
 
 def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool, gated: bool) -> LinearTiles | None:
@@ -271,13 +272,13 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
         return None  # two masked weights in one loop exceed some GPUs' registers
     columns = max(16, triton.next_power_of_2(tokens))
     if not measured:  # these fit every GPU's shared memory
-        parts = _parts(triton.cdiv(n, 64), k // 64, target) if divisible and not target.steady else 1
+        parts = _parts(ceil_div(n, 64), k // 64, target) if divisible and not target.steady else 1
         return LinearTiles(64, 64, columns, parts, 4, 2)
     described = columns > 16 and k % 8 == 0
     if gated:
         return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=1, described=described)
     rows = 128 if columns > 16 and n >= 256 * target.multiprocessors else 64
-    blocks = triton.cdiv(n, rows)
+    blocks = ceil_div(n, rows)
     parts = _parts(blocks, k // 128, target) if divisible and not target.steady else 1
     warps = 8 if columns == 64 and rows == 128 else 4
     if target.steady and blocks <= target.multiprocessors:

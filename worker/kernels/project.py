@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.attention.write import rotated_pair
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -174,7 +175,7 @@ def project(
     (tokens, k), (_, _, kv_heads, head_size) = x.shape, layer.keys.shape
     heads, steps = len(weight) // head_size - 2 * kv_heads, k // tiles.depth
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
-    project_kernel[(len(weight) // ROWS.value, triton.cdiv(tokens, tiles.tokens))](
+    project_kernel[(len(weight) // ROWS.value, ceil_div(tokens, tiles.tokens))](
         x,
         weight,
         weight if bias is None else bias,

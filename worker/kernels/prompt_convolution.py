@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.attention.states import StateRows
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -158,7 +159,7 @@ def convolve_prompts(
     target = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
     paged = (*_paged(states), lines)
     sizes = (channels, x.stride(0), states.memory.shape[1] // states.tensor.stored.itemsize, states.pages.shape[1])
-    convolve_tiles_kernel[(len(rows.tiles), triton.cdiv(channels, TILE_CHANNELS), CHUNK // TILE_TOKENS)](
+    convolve_tiles_kernel[(len(rows.tiles), ceil_div(channels, TILE_CHANNELS), CHUNK // TILE_TOKENS)](
         x,
         weight,
         weight if bias is None else bias,
@@ -177,7 +178,7 @@ def convolve_prompts(
         num_warps=4,
         **launch_options(launch.overlap),
     )
-    convolve_states_kernel[(len(rows.starts), triton.cdiv(channels, CHANNELS))](
+    convolve_states_kernel[(len(rows.starts), ceil_div(channels, CHANNELS))](
         x,
         *paged,
         rows.rows,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.attention.states import ALIGNMENT, StateRows
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .gated_norm import gated_norm
@@ -104,7 +105,7 @@ def convolve(launch: Launching, x: torch.Tensor, states: StateRows, convolution:
     assert lines is not None, "can_convolve is false"
     rows, (channels, taps) = len(x), weight.shape
     target = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    convolve_kernel[(rows, triton.cdiv(channels, CHANNELS))](
+    convolve_kernel[(rows, ceil_div(channels, CHANNELS))](
         x,
         weight,
         weight if bias is None else bias,
@@ -227,7 +228,7 @@ def advance_delta(launch: Launching, inputs: DeltaInputs, states: StateRows, del
     target = torch.empty((rows, heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
     keys, values = triton.next_power_of_2(delta.key_size), triton.next_power_of_2(delta.value_size)
     part, overlap = min(values, STATE_NUMBERS // keys), launch_options(launch.overlap)
-    delta_kernel[(rows, heads, triton.cdiv(delta.value_size, part))](
+    delta_kernel[(rows, heads, ceil_div(delta.value_size, part))](
         mixed,
         inputs.beta,
         inputs.decay,

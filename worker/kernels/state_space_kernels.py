@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.attention.states import ALIGNMENT, StateRows
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -150,7 +151,7 @@ def advance_state_space(
     numbers, block = triton.next_power_of_2(space.state_size), min(NORM_NUMBERS, triton.next_power_of_2(group_size))
     together = min(triton.next_power_of_2(head_size), PROGRAM_NUMBERS // numbers)
     warp = THREAD_NUMBERS * launch.target.warp_size
-    state_space_kernel[(rows, heads, triton.cdiv(head_size, together))](
+    state_space_kernel[(rows, heads, ceil_div(head_size, together))](
         mixed,
         inputs.gate,
         inputs.time_steps,

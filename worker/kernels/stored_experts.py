@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
@@ -219,7 +220,7 @@ def _multiply(
     depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
     extra, extras = codes.extra
     tiles = stored_expert_tiles(tokens_per_block, launch.target, group)
-    blocks_of_rows = triton.cdiv(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
+    blocks_of_rows = ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(sorted_pairs.count * blocks_of_rows,)](
         x,
         codes.words,

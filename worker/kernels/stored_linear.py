@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
@@ -453,7 +454,7 @@ def group_steps(codes: Codes, target: Target) -> int:
 def parts_of(codes: Codes, results: int, target: Target) -> int:
     """Return the parts of the inner dimension, which depend on the weight and the GPU alone."""
     steps = codes.shape[-1] // depth_of(codes, target)
-    blocks = triton.cdiv(results, 64)
+    blocks = ceil_div(results, 64)
     for parts in PARTS:
         if blocks * parts <= 2 * target.multiprocessors and steps % parts == 0 and steps // parts >= PART_STEPS:
             return parts
@@ -519,9 +520,9 @@ def stored_linear(
     group, (extra, extras) = group_steps(codes, launch.target), codes.extra
     tiles = tiles_of(tokens, n, launch.target, group, parts > 1 and not split)
     grid = (
-        triton.cdiv(results, tiles.rows // 2 if gated else tiles.rows),
+        ceil_div(results, tiles.rows // 2 if gated else tiles.rows),
         parts if split else 1,
-        triton.cdiv(tokens, tiles.tokens),
+        ceil_div(tokens, tiles.tokens),
     )
     stored_kernel[grid](
         x,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import Target
 
@@ -132,7 +133,7 @@ def project_codes(
     steps, (extra, extras) = codes.shape[1] // depth, codes.extra
     tiles = tiles_of(tokens, 0, launch.target)
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
-    stored_project_kernel[(n // ROWS.value, triton.cdiv(tokens, tiles.tokens))](
+    stored_project_kernel[(n // ROWS.value, ceil_div(tokens, tiles.tokens))](
         x,
         codes.words,
         codes.scales,

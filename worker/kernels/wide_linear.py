@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
@@ -68,7 +69,7 @@ def wide_linear(launch: Launching, x: torch.Tensor, weight: torch.Tensor, bias: 
         return output
     block = triton.next_power_of_2(k)
     rows, count = max(1, min(4, NUMBERS // block)), FEW_TOKENS if tokens <= FEW_MAX else MANY_TOKENS
-    wide_linear_kernel[(triton.cdiv(n, rows), triton.cdiv(tokens, count))](
+    wide_linear_kernel[(ceil_div(n, rows), ceil_div(tokens, count))](
         x,
         weight,
         weight if bias is None else bias,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .activations import XIELU_BETA, XIELU_LEAST, Activation
@@ -36,7 +37,7 @@ def xielu_kernel(x, size, alpha, negative, BLOCK: tl.constexpr, OVERLAP: tl.cons
 def apply_xielu(launch: Launching, x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Apply xIELU to x [tokens, n], contiguous, in place; return x."""
     count, size = x.shape
-    xielu_kernel[(triton.cdiv(size, BLOCK), count)](
+    xielu_kernel[(ceil_div(size, BLOCK), count)](
         x,
         size,
         activation.alpha,

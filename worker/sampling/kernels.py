@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 PIECE = 4096  # numbers of a row per program, all at once if it does not draw
@@ -240,7 +241,7 @@ def feed_tokens(packed: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
     """
     rows = packed.shape[1]
     fed = torch.empty((4, rows), dtype=torch.int64, device=packed.device)
-    feed_kernel[(triton.cdiv(rows, FEED_ROWS),)](packed, last_token, fed, rows, ROWS=FEED_ROWS, num_warps=1)
+    feed_kernel[(ceil_div(rows, FEED_ROWS),)](packed, last_token, fed, rows, ROWS=FEED_ROWS, num_warps=1)
     return fed
 
 
