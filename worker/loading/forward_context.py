@@ -6,6 +6,8 @@ from kvforge.worker.attention import PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.kernels.recurrent import MixerStep, StateOperations
 
+from .single_tokens import SingleTokens
+
 
 class ForwardContext:
     """Inputs of the attention function of every layer during one forward pass; empty between passes.
@@ -14,8 +16,8 @@ class ForwardContext:
         attention: The implementation.
         batch: The structure of the step.
         pool: The KV pool.
-        separate: Outside a pass, layers with a recurrent state run each token alone, behind a state of zeros (see
-            `trial`).
+        single_tokens: Outside a pass, runs layers with a recurrent state over each token alone; None: they run as
+            transformers wrote them.
         as_part: Layers with a recurrent state return this rank's part of their result, which the caller adds up.
         steps: The steps of generated tokens in a decoder that is not described, by the index of the mixer.
         operations: The operations of these steps.
@@ -23,7 +25,8 @@ class ForwardContext:
 
     def __init__(self, attention: PagedAttention) -> None:
         self.attention = attention
-        self.separate = self.as_part = False
+        self.as_part = False
+        self.single_tokens: SingleTokens | None = None
         self.batch: PagedBatch | None = None
         self.pool: KvPool | None = None
         self.steps: dict[int, MixerStep] = {}

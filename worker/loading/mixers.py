@@ -346,8 +346,9 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
             step = partial(context.steps[binding.index].run, context.operations)
         if context.batch is not None:
             return _mixed(binding, mix, hidden_states, step, prompts)
-        if context.separate:
-            return _separate(binding, mix, hidden_states)
+        if context.single_tokens is not None:
+            alone = partial(_mixed_behind_zeros, binding, mix)
+            return context.single_tokens.mixed(binding.index, alone, binding.projections, hidden_states)
         mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
         return mixed
 
@@ -442,14 +443,8 @@ def _last_chunk(mix: Mixing, tokens: JoinedTokens, place: tuple[int, int], count
     return mixed
 
 
-def _separate(binding: MixerBinding, mix: Mixing, hidden: torch.Tensor) -> torch.Tensor:
-    """Run a mixer over each token alone, behind a state of zeros. hidden: [1, tokens, hidden size]."""
-    with binding.projections.over(hidden) as tokens:
-        parts = [
-            mix(tokens.part(place, place + 1), RowCache(binding.empty(hidden.device)))
-            for place in range(hidden.shape[1])
-        ]
-    return tokens.result(parts)
+def _mixed_behind_zeros(binding: MixerBinding, mix: Mixing, token: torch.Tensor) -> torch.Tensor:
+    return mix(token, RowCache(binding.empty(token.device)))
 
 
 def chunks(start: int, end: int, chunk: int) -> Iterator[tuple[int, int]]:

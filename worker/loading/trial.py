@@ -18,6 +18,7 @@ from kvforge.worker.kernels.steady import same_bits
 
 from .mixers import MIXING, mixers_of
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
+from .single_tokens import SingleTokens
 
 TRIAL_NAME = "kvforge_trial"
 # A single token out of many, then a few, then counts at which products and loops take other paths.
@@ -82,7 +83,7 @@ def unsteady_mixers(model: LoadedModel) -> str:
     generator = torch.Generator(device).manual_seed(rows)
     shape = (1, rows, int(model.module.config.hidden_size))
     hidden = torch.empty(shape, dtype=model.dtype, device=device).normal_(generator=generator)
-    context.separate = True
+    context.single_tokens = SingleTokens()
     try:
         for part in kinds.values():
             whole = part(hidden)
@@ -92,7 +93,7 @@ def unsteady_mixers(model: LoadedModel) -> str:
                     if not same_bits(part(hidden[:, few]), whole[:, few]):
                         return f"{type(part).__name__} of {count} tokens has other bits than among {rows}"
     finally:
-        context.separate = False
+        context.single_tokens = None
     return ""
 
 
@@ -134,11 +135,11 @@ def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list
 @contextlib.contextmanager
 def _attention_left_out(model: LoadedModel) -> Iterator[None]:
     use_attention(model.module, TRIAL_NAME)
-    model.context.separate = True
+    model.context.single_tokens = SingleTokens()
     try:
         yield
     finally:
-        model.context.separate = False
+        model.context.single_tokens = None
         use_attention(model.module, ATTENTION_NAME)
 
 

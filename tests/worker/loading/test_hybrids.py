@@ -26,7 +26,7 @@ from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
 from kvforge.worker.loading.serving_kernels import serving_kernels
-from kvforge.worker.loading.trial import unsteady_mixers
+from kvforge.worker.loading.trial import LADDER, OFFSET, SINGLES, unsteady_mixers
 from kvforge.worker.loading.verification import verify
 
 from .random_models import HYBRIDS, NEEDS_CACHE
@@ -227,6 +227,44 @@ def test_a_mixer_that_depends_on_other_rows_is_found(
     part = mixers_of(model.module)[0]
     forward = part.forward
     monkeypatch.setattr(part, "forward", lambda hidden: forward(hidden) * (1 + 1e-6 * hidden.shape[1]))
+    assert "Lfm2ShortConv of 1 tokens has other bits" in unsteady_mixers(model)
+
+
+def test_a_projection_that_depends_on_other_rows_is_found(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, fields = HYBRIDS["lfm2"]
+    model = tiny(model_type, block_size=16, **fields)
+    project = mixers_of(model.module)[0].in_proj.forward
+    for wrong in (1, 3, 129):  # in batches of so many tokens alone
+
+        def planted(hidden: torch.Tensor, wrong: int = wrong) -> torch.Tensor:
+            return project(hidden) * (1 + 1e-6 * (hidden.shape[1] == wrong))
+
+        monkeypatch.setattr(mixers_of(model.module)[0].in_proj, "forward", planted)
+        assert f"Lfm2ShortConv of {wrong} tokens has other bits" in unsteady_mixers(model)
+
+
+def test_the_trial_mixes_a_token_of_many_batches_once_and_single_ones_each_time(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 844 tokens in 45 batches; a rest that depends on anything but its token is seen in batches of one."""
+    model_type, fields = HYBRIDS["lfm2"]
+    model, mixed = tiny(model_type, block_size=16, **fields), list[int]()
+    run = mixers._mixed_behind_zeros
+    factor = [0.0]
+
+    def counted(*given: Any) -> torch.Tensor:
+        mixed.append(1)
+        return run(*given) * (1 + factor[0] * len(mixed))
+
+    monkeypatch.setattr(mixers, "_mixed_behind_zeros", counted)
+    assert unsteady_mixers(model) == ""
+    batches = [*(range(first, first + 1) for first in range(SINGLES))]
+    batches += [range(first, first + count) for count in LADDER[1:] for first in (0, OFFSET)]
+    assert sum(map(len, batches)) + max(LADDER) + OFFSET == 844
+    assert len(mixed) == max(LADDER) + OFFSET + SINGLES == 190
+    factor[0] = 1e-6
     assert "Lfm2ShortConv of 1 tokens has other bits" in unsteady_mixers(model)
 
 
