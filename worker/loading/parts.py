@@ -125,6 +125,8 @@ def _parts(module: Any, family: Family) -> DecoderParts:
     _check_linears(module, family)
     tables = _RotaryTables()
     layers = tuple(_layer(layer, index, decoder, family, tables) for index, layer in enumerate(decoder.layers))
+    if all(layer.mixes for layer in layers):
+        raise _NotDescribedError("none of its layers attends")
     return DecoderParts(
         family=family,
         layers=layers,

@@ -130,6 +130,34 @@ def test_logits_and_bits(
 
 
 @pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("bamba", {"attn_layer_indices": []}),
+        ("granite", {"layer_types": 3 * ["mamba"]}),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": 2 * ["conv"]}),
+        ("qwen3_5", {"num_hidden_layers": 2, "layer_types": 2 * ["linear_attention"]}),
+    ],
+)
+def test_a_family_without_layers_that_attend_runs_through_transformers(
+    name: str,
+    without: dict[str, Any],
+    tiny: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model_type, fields = HYBRIDS[name]
+    with caplog.at_level("INFO"):
+        model = tiny(model_type, block_size=16, **{**fields, **without})
+    assert model.fused is None
+    assert "runs through transformers: none of its layers attends" in caplog.text
+    sequence = np.random.default_rng(3).integers(0, model.vocab_size, 70)
+    (found,) = paged_logits(model, [sequence], [[66], [1], [3]])
+    with torch.inference_mode():  # without transformers' cache, which asks a layer that attends for its length
+        want = model.module(input_ids=torch.as_tensor(sequence)[None], use_cache=False).logits[0].float()
+    torch.testing.assert_close(found, want, rtol=0, atol=ROUNDING * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
     ("name", "kind", "changed"),
     [
         ("qwen3_next", "qwen3_next.Qwen3NextForCausalLM", {"rotary": lambda _decoder, _layer: None}),
