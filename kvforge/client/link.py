@@ -163,7 +163,7 @@ class CoordinatorLink(Watched):
         self.reconnector.step()
         self._flush()
         self.wake()
-        return False
+        return self._readable()
 
     def fail(self, error: CoordinatorUnavailable | ProtocolError) -> None:
         """End a connection that is unusable."""
@@ -191,6 +191,10 @@ class CoordinatorLink(Watched):
         self.socket = self.monitor = None
         self._sockets.close()
         self.wake()
+
+    def _readable(self) -> bool:
+        """Return whether a message has arrived, also where sending has taken the signal of its arrival."""
+        return self.socket is not None and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _put(self, message: Message) -> bool:
         if self.socket is None or self._torn:

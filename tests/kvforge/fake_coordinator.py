@@ -35,7 +35,7 @@ from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
 from tests.router import router
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")
 
 

@@ -29,7 +29,7 @@ def test_asyncio_tasks_share_one_client(fake: Running) -> None:
         return tuple(seen)
 
     async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=60) as kv:
             got = await asyncio.gather(*(read(kv, 10 * start) for start in range(1, 30)))
             assert got == [tuple(range(10 * start, 10 * start + 6)) for start in range(1, 30)]
             assert (await kv.wait_ready(timeout_s=10)).ready
@@ -48,7 +48,7 @@ def test_asyncio_tasks_share_one_client(fake: Running) -> None:
 
 def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
     async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=60, stream_timeout_s=10) as kv:
             requests = await kv.submit_samples([1, 2], 3, max_tokens=2, deadline_s=5)
             fake.expect("asked count=3 priority=0 deadline_ms=5000 first_token_ms=0 detached=False key=")
             assert [(await request.result()).tokens for request in requests] == [(3, 4)] * 3
@@ -57,7 +57,7 @@ def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
             assert (await late.result()).tokens == (4,)
             # At once, at two places: one stream serves both.
             hanging = await kv.submit([10], max_tokens=9, tenant="hang", detached=True)
-            async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as other:
+            async with AsyncClient(fake.endpoint, timeout_s=60, stream_timeout_s=10) as other:
                 readers = await asyncio.gather(other.attach(hanging.id, 1), other.attach(hanging.id, 0))
                 with pytest.raises(Conflict):
                     await hanging.result()
@@ -96,7 +96,7 @@ def test_asyncio_names_wrong_options_too(folder: Path, field: str, options: dict
 
 def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
     async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60, reconnect_s=0) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=60, stream_timeout_s=60, reconnect_s=0) as kv:
             other = await kv.submit([4], tenant="hang")
             request = await kv.submit([4], max_tokens=9, tenant="hang")
             waits = [asyncio.ensure_future(each.result()) for each in (request, other)]
@@ -116,7 +116,7 @@ def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
 
 def test_asyncio_timeouts_and_cancelled_tasks(fake: Running, folder: Path) -> None:
     async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=60) as kv:
             request = await kv.submit([1], max_tokens=9, tenant="hang")
             with pytest.raises(DeadlineExceeded):
                 await request.result(timeout_s=0.05)

@@ -117,7 +117,7 @@ def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
 
 
 def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60, reconnect_s=0) as kv:
+    with Client(fake.endpoint, timeout_s=60, stream_timeout_s=60, reconnect_s=0) as kv:
         other = kv.submit([4], max_tokens=9, tenant="hang")
         request = kv.submit([4], max_tokens=9, tenant="hang")
         assert [token.token_id for _, token in zip(range(2), request, strict=False)] == [4, 5]
@@ -128,9 +128,9 @@ def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
         assert time.monotonic() - started < 40  # noticed, not timed out
         assert request.tokens == (4, 5)
         with pytest.raises(CoordinatorUnavailable):
-            other.result(timeout_s=5)
+            other.result(timeout_s=60)
         fake.start()
-        assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
+        assert kv.submit([8], max_tokens=2).result(timeout_s=60).tokens == (8, 9)
         fake.expect("Hello")  # with the boot of the crashed coordinator: refused
         fake.expect("Hello")
 
@@ -214,7 +214,7 @@ def test_a_client_does_not_survive_a_fork(fake: Running) -> None:
     script = f"""
 import os
 from kvforge import Client, Conflict
-kv = Client({fake.endpoint!r}, timeout_s=5)
+kv = Client({fake.endpoint!r}, timeout_s=60)
 kv.stats()
 child = os.fork()
 if not child:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvforge import AsyncClient, CoordinatorUnavailable, QueueFull, WorkerError
 from kvforge.client import session
 from kvforge.client.aio import AsyncStream, AsyncStreams
 from kvforge.client.options import RequestOptions
+from kvforge.protocol.messages import Message
 from tests.kvforge.fake_coordinator import DEADLINE_S, Running
 
 PROMPT = np.array([1, 2], np.int32)
@@ -127,5 +129,30 @@ def test_more_than_may_be_unanswered_at_once_are_sent_in_their_order(
         for one in several:
             await one.over.wait()
         assert [one.stream.request_id for one in several] == list(range(1, 21))
+
+    within(fake, play)
+
+
+def test_an_answer_that_arrives_while_a_waker_sends_is_read(fake: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ signals an arrived message once, and a call that sends takes the signal."""
+
+    async def play(streams: AsyncStreams) -> None:
+        link = streams.calls.link
+        send = link.send
+
+        def answered(message: Message) -> bool:
+            monkeypatch.setattr(link, "send", send)
+            sent, deadline = send(message), time.monotonic() + DEADLINE_S
+            while not link._readable():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return sent
+
+        monkeypatch.setattr(link, "send", answered)
+        monkeypatch.setattr(session, "UNANSWERED_MAX", 0)
+        one = One(streams, max_tokens=1)
+        await asyncio.sleep(0)  # the look at the socket that follows a submission
+        monkeypatch.setattr(session, "UNANSWERED_MAX", 1000)
+        await one.over.wait()
 
     within(fake, play)

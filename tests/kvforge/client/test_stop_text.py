@@ -49,7 +49,7 @@ def vocabulary(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kv(fake: Running, vocabulary: Path) -> Iterator[Client]:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10, tokenizer=vocabulary) as client:
+    with Client(fake.endpoint, timeout_s=60, stream_timeout_s=10, tokenizer=vocabulary) as client:
         yield client
 
 
@@ -254,7 +254,7 @@ def test_an_attached_request_is_read_as_text_and_stopped(fake: Running, kv: Clie
     with pytest.raises(InvalidRequest) as wrong:
         request.text(stop="")
     assert wrong.value.field == "stop"
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10, tokenizer=kv._calls._tokenizer_source) as other:
+    with Client(fake.endpoint, timeout_s=60, stream_timeout_s=10, tokenizer=kv._calls._tokenizer_source) as other:
         text = other.attach(request.id).text(stop="B")
         assert list(text) == ["A"]
         fake.expect("FinishAt")
@@ -270,7 +270,7 @@ def test_samples_are_read_as_text(kv: Client) -> None:
 
 def test_the_asyncio_client_stops_too(fake: Running, vocabulary: Path) -> None:
     async def run() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10, tokenizer=vocabulary) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=60, stream_timeout_s=10, tokenizer=vocabulary) as kv:
             done = await kv.generate("A", raw=True, max_tokens=2, tenant="hang", stop="B")
             assert (done.text, done.finished.tokens, done.finished.reason) == ("A", (A, A + 1), "stop")
             text = await kv.generate_stream("A", raw=True, max_tokens=9, tenant="hang", stop=("AB",))

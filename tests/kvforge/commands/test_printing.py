@@ -10,6 +10,7 @@ import pytest
 from kvforge.commands import printing
 from kvforge.commands.progress import Progress
 from kvforge.commands.screen import Columns, InTurn, printable, screen
+from kvforge.protocol.messages import WorkerHealth
 
 
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
@@ -36,6 +37,29 @@ def test_quick_steps_have_no_line_each_without_a_terminal() -> None:
     progress.step("w", "ready", 0.0)
     progress.step("w", "ready", 0.0)
     assert stream.getvalue().splitlines() == ["w: connecting", "w: loading weights", "w: ready"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        ({}, ""),
+        ({"drafts": 4}, "    drafts: at most 4 for a request in a step; none verified yet\n"),
+        (
+            {"drafts": 4, "drafted_total": 8, "accepted_total": 6},
+            "    drafts: at most 4 for a request in a step; 6 of 8 accepted (75 %)\n",
+        ),
+    ],
+)
+def test_drafts_of_a_worker(counts: dict[str, int], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_drafts(WorkerHealth(name="w", pid=1, state="ready", **counts))
+    assert capsys.readouterr().out == line
+
+
+def test_the_host_tier_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"host_cached": 5, "host_saved_total": 9, "host_loaded_total": 4, "host_missed_total": 1}
+    for blocks in (0, 8):
+        printing.print_host_tier(WorkerHealth(name="w", pid=1, state="ready", host_blocks=blocks, **counts))
+    assert capsys.readouterr().out == "    host tier: 5 of 8 blocks cached; 9 saved, 4 loaded, 1 missed\n"
 
 
 def test_texts_in_turn_come_out_whole_and_in_order() -> None:
