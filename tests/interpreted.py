@@ -8,9 +8,16 @@ names. Child processes do not inherit the setting: a `kvforge up` in a test gets
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import pytest
 import torch
+
+# filelock, which transformers imports, registers an audit hook that refuses a fork while a lock changes hands. It makes
+# each `id()` take 1.1 us in place of 0.1, and the interpreter calls that for every operation.
+with pytest.MonkeyPatch.context() as without_hook:
+    without_hook.setattr(sys, "addaudithook", lambda _hook: None)
+    import filelock  # noqa: F401
 
 if not torch.cuda.is_available():
     with contextlib.suppress(ImportError), pytest.MonkeyPatch.context() as environment:

@@ -13,6 +13,8 @@ Besides:
 - Equal types of blocks are one object, so that comparing them is quick.
 - Operands of one type stay as they are: Triton's rules would convert and broadcast them to themselves. How others are
   broadcast follows from their types, and is found once.
+- Addresses are computed in one array, and a number is repeated without numpy's checks.
+- Operations with operands of known types repeat what the first ones called: interpreting_traces.py.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton
 from triton import language
 from triton.language import int8, pointer_type
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from tests.worker import interpreting_traces
 
 
 def prepare() -> None:
@@ -48,8 +53,11 @@ def prepare() -> None:
     _share_types()
     _share_shapes()
     _keep_equal_operands()
+    _make_few_arrays()
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
     interpreter._patch_lang = _Replacements().replaced
+    _make_handles_quickly()
+    interpreting_traces.quicken()
     interpreter._get_np_dtype = lambda kind: of_pointers if kind.scalar.is_ptr() else of_numbers(kind.scalar)
 
 
@@ -161,6 +169,51 @@ def _share_shapes() -> None:
         return self.type
 
     core.tensor.__init__, core.tuple.__init__, core.tuple.__getattr__ = make_tensor, make_tuple, attribute
+
+
+def _make_handles_quickly() -> None:
+    """Check the size of an array's numbers without a search for the size of its type."""
+    handle: Any = interpreter.TensorHandle
+    check = handle.__post_init__
+    sizes: dict[int, tuple[Any, int]] = {}  # by the identity of a type, which is kept
+
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        known = sizes.get(id(dtype))
+        if known is None:
+            check(self)
+            if not dtype.is_ptr():
+                sizes[id(dtype)] = dtype, max(dtype.primitive_bitwidth // 8, 1)
+        elif data.itemsize > known[1]:
+            check(self)
+
+    handle.__init__ = make_handle
+
+
+def _make_few_arrays() -> None:
+    """Add offsets to addresses in one new array, not in three, and repeat a number without numpy's checks."""
+    handle: Any = interpreter.TensorHandle
+    sizes: dict[int, tuple[Any, int]] = {}  # of the numbers behind addresses, by the identity of their kept type
+
+    def add(_builder: Any, ptr: Any, offset: Any) -> Any:
+        known = sizes.get(id(ptr.dtype))
+        if known is None:
+            known = sizes[id(ptr.dtype)] = ptr.dtype, max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+        addresses = offset.data.astype(np.uint64)  # a negative offset wraps around, and the sum back
+        if addresses.shape != ptr.data.shape:
+            return handle(ptr.data + known[1] * addresses, ptr.dtype)
+        if known[1] > 1:
+            addresses *= known[1]
+        addresses += ptr.data
+        return handle(addresses, ptr.dtype)
+
+    def repeat(_builder: Any, ret_ty: Any, arg: Any) -> Any:
+        numbers = np.empty(ret_ty.shape, interpreter._get_np_dtype(arg.dtype))
+        numbers.fill(arg.data.item())
+        return handle(numbers, arg.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_addptr = add
+    interpreter.InterpreterBuilder.create_splat = repeat
 
 
 def _keep_equal_operands() -> None:

@@ -178,11 +178,17 @@ def to_bf16(bits: Array) -> Array:
     return np.where(np.isnan(x.view(F32)), (x >> HIGH) | U32(0x40), rounded).astype(U32)
 
 
+# Biased exponents of operands that differ by less than 96 and whose quotients and reciprocals are normal.
+ORDINARY_MIN, ORDINARY_MAX = 80, 174
+
+
 def division_scale(which: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """Return v_div_scale_f32: `which` operand scaled, and whether the quotient must be scaled back."""
     shape = np.broadcast(which, denominator, numerator).shape
     s0, s1, s2 = (np.broadcast_to(x, shape) for x in (which, denominator, numerator))
     e1, e2 = exponent(s1), exponent(s2)
+    if min(e1.min(), e2.min()) >= ORDINARY_MIN and max(e1.max(), e2.max()) <= ORDINARY_MAX:
+        return s0, np.zeros(shape, bool)  # no case below applies
     quotient = s2.astype(F64) / s1.astype(F64)
     tiny = (np.abs(quotient) < 2.0**-126) & (quotient != 0)
     inverse_tiny = np.abs(1.0 / s1.astype(F64)) < 2.0**-126
@@ -197,15 +203,17 @@ def division_scale(which: Array, denominator: Array, numerator: Array) -> tuple[
         (tiny, numerator_up, True),
         (e2 <= 23, up, False),
     ]
-    conditions = [condition for condition, _, _ in cases]
-    scaled = np.select(conditions, [value for _, value, _ in cases], s0)
-    flags = np.select(conditions, [np.full(shape, flag) for _, _, flag in cases], False)
+    scaled, flags = s0, np.zeros(shape, bool)
+    for condition, value, flag in reversed(cases):  # the first that applies
+        scaled, flags = np.where(condition, value, scaled), np.where(condition, flag, flags)
     return scaled.astype(F32), flags
 
 
 def division_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """Return v_div_fixup: the quotient with its sign, and the special results of zeros, infinities and NaN."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
+    if np.isfinite(quotient + denominator + numerator).all() and denominator.all() and numerator.all():
+        return np.copysign(quotient, np.where(negative, -1, 1)).astype(quotient.dtype)
 
     def with_sign(x: Array) -> Array:
         return np.where(negative, -x, x)

@@ -81,7 +81,7 @@ class Wave:
 
     def spread(self, bits: Array) -> Array:
         """Broadcast to one value per lane."""
-        return np.broadcast_to(bits, self.lanes)
+        return bits if bits.shape == self.lane.shape else np.broadcast_to(bits, self.lanes)
 
 
 def packed(mask: Array) -> int:

@@ -15,6 +15,7 @@ from . import (
     layers,
     recurrent,
     recurrent_prompts,
+    selective,
     state_space,
     stored,
 )
@@ -54,10 +55,13 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.gated_norm", "gated_norm_kernel"): recurrent.gated_norm_configurations,
     ("kernels.state_space_kernels", "state_space_kernel"): state_space.state_space_configurations,
     ("kernels.state_space_kernels", "group_norm_kernel"): state_space.group_norm_configurations,
+    ("kernels.selective_kernels", "selective_kernel"): selective.step_configurations,
+    ("kernels.prompt_selective", "selective_scan_kernel"): selective.prompt_configurations,
     ("kernels.prompt_convolution", "convolve_tiles_kernel"): recurrent_prompts.convolution_configurations,
     ("kernels.prompt_convolution", "convolve_states_kernel"): recurrent_prompts.convolution_state_configurations,
     ("kernels.prompt_delta", "delta_tiles_kernel"): recurrent_prompts.tiles_configurations,
     ("kernels.prompt_delta", "delta_scan_kernel"): recurrent_prompts.scan_configurations,
+    ("kernels.prompt_state_space", "state_space_scan_kernel"): recurrent_prompts.spaces_configurations,
     ("kernels.project", "project_kernel"): layers.project_configurations,
     ("kernels.router_kernel", "route_kernel"): experts.route_configurations,
     ("kernels.expert_sort", "rank_kernel"): experts.rank_configurations,
@@ -71,6 +75,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("sampling.kernels", "merge_kernel"): layers.merge_configurations,
     ("sampling.kernels", "feed_kernel"): layers.feed_configurations,
     ("device.copies", "copy_kernel"): layers.copy_configurations,
+    ("device.block_copies", "block_kernel"): layers.block_configurations,
 }
 
 

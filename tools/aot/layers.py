@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from kvforge.worker.attention import KvLayer
+from kvforge.worker.device.block_copies import copy_blocks
 from kvforge.worker.device.copies import copy_numbers
 from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
@@ -200,6 +201,17 @@ def copy_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of the copy kernel on `target`."""
     copied = [meta_tensor(count, dtype=torch.int32) for count in COPIED]
     return distinct(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
+
+
+def block_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of the kernel that copies blocks of a pool on `target`."""
+    made = []
+    for rows, words, into_pool in product((1, 2), (1000, 1 << 18), (False, True)):
+        table, blocks = meta_tensor(3, 64, dtype=torch.int64), meta_tensor(rows, dtype=torch.int64)
+        buffer, sums = meta_tensor(rows, words, dtype=torch.int64), meta_tensor(rows, 64, dtype=torch.int64)
+        copied = partial(copy_blocks, table, blocks, buffer, sums, 3, into_pool=into_pool)
+        made.append(_configuration(target, f"blocks {'into' if into_pool else 'out of'} a pool", copied))
+    return distinct(made)
 
 
 def _choices(target: Target, name: str, place: int, masked: bool = False) -> Iterator[Configuration]:

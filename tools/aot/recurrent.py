@@ -21,6 +21,7 @@ CONVOLUTIONS = {
     "LFM2": (2048, 3, True, False, False),
     "LFM2 with biases": (2048, 3, True, False, True),
     "Qwen3-Next": (8192, 4, False, True, False),
+    "Granite 4": (3328, 4, False, True, True),
 }
 # Heads of keys and of values, numbers of a key and of a value.
 DELTAS = {"Qwen3-Next": (16, 32, 128, 128), "odd sizes": (2, 4, 24, 40)}

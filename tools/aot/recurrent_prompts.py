@@ -11,14 +11,17 @@ from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.prompt_convolution import convolve_prompts
 from kvforge.worker.kernels.prompt_delta import advance_prompts, choose_tiles
 from kvforge.worker.kernels.prompt_rows import PromptRows, prompt_rows
+from kvforge.worker.kernels.prompt_state_space import advance_spaces_of_prompts
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+from kvforge.worker.kernels.state_space import StateSpace, StateSpaceInputs
 
 from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
 from .recurrent import CONVOLUTIONS, DELTAS, FLOATS, states_of_a_row
 from .specialise import recorded
+from .state_space import MODELS as SPACES
 
 TOKENS = 70  # of the row that is launched: two tiles
-MODELS = ("LFM2", "Qwen3-Next")
+MODELS = ("LFM2", "Qwen3-Next", "Granite 4")
 
 
 def rows_of(count: int) -> PromptRows:
@@ -46,6 +49,25 @@ def tiles_configurations(target: Target) -> list[Configuration]:
 def scan_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `delta_scan_kernel` on `target`."""
     return _kernels_of_delta(target, 1)
+
+
+def spaces_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `state_space_scan_kernel` on `target`."""
+    made = []
+    for dtype, kept, model, far in product((BF16, F16), FLOATS, SPACES, (False, True)):
+        if choose_tiles(target, dtype) is None:
+            continue
+        heads, head_size, groups, state_size, has_norm = SPACES[model]
+        numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(heads * head_size, dtype=dtype)
+        space = StateSpace(groups, state_size, numbers, numbers, numbers, weight, 1e-6, has_norm)
+        widths = (sum(space.parts), len(weight), heads)
+        inputs = StateSpaceInputs(*(meta_tensor(TOKENS, width, dtype=dtype) for width in widths))
+        with recorded(target) as launched:
+            held = states_of_a_row(RECURRENT, space.state, F32, kept, far)
+            advance_spaces_of_prompts(launched_on(target), inputs, held, space, rows_of(1))
+        label = f"state space of prompts {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
+        made.append(Configuration(label, launched[0], matrix=True))
+    return distinct(made)
 
 
 def _kernels_of(target: Target, which: int) -> list[Configuration]:

@@ -16,8 +16,14 @@ from .compilation import DTYPE_NAMES, F32, Configuration, distinct, launched_on,
 from .recurrent import FLOATS, states_of_a_row
 from .specialise import Specialisation, recorded
 
-# Heads, numbers of a head, groups, numbers of B.
-MODELS = {"Granite 4": (48, 64, 1, 128), "Nemotron-H": (128, 64, 8, 128), "odd sizes": (4, 24, 2, 40)}
+# Heads, numbers of a head, groups, numbers of B, whether a norm follows.
+MODELS = {
+    "Granite 4": (48, 64, 1, 128, True),
+    "Nemotron-H": (128, 64, 8, 128, True),
+    "Falcon-H1": (24, 128, 1, 256, False),
+    "odd sizes": (4, 24, 2, 40, True),
+}
+NORMED = tuple(model for model, sizes in MODELS.items() if sizes[4])
 
 
 def state_space_configurations(target: Target) -> list[Configuration]:
@@ -27,7 +33,7 @@ def state_space_configurations(target: Target) -> list[Configuration]:
 
 def group_norm_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `group_norm_kernel` on `target`."""
-    return distinct(_norm(target, *each) for each in product(FLOATS, MODELS))
+    return distinct(_norm(target, *each) for each in product(FLOATS, NORMED))
 
 
 def _advance(target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool) -> Configuration:
@@ -42,9 +48,9 @@ def _norm(target: Target, dtype: torch.dtype, model: str) -> Configuration:
 
 
 def _launched(target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool) -> list[Specialisation]:
-    heads, head_size, groups, state_size = MODELS[model]
+    heads, head_size, groups, state_size, has_norm = MODELS[model]
     numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(heads * head_size, dtype=dtype)
-    space = StateSpace(groups, state_size, numbers, numbers, numbers, weight, 1e-6)
+    space = StateSpace(groups, state_size, numbers, numbers, numbers, weight, 1e-6, has_norm)
     inputs = StateSpaceInputs(*(meta_tensor(1, width, dtype=dtype) for width in (sum(space.parts), len(weight), heads)))
     with recorded(target) as launched:
         states = states_of_a_row(RECURRENT, space.state, F32, kept, far)

@@ -71,7 +71,7 @@ class PagedBatch:
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
-    _places: _Places | None = None
+    _places: StaticPlaces | None = None
     _used: int = 0  # numbers used in the staging buffer
 
     @classmethod
@@ -141,7 +141,10 @@ class PagedBatch:
             device,
             np.ones(rows, np.bool_),
         )
-        batch._places = places = _Places(rows, width, device, extra) if shared is None else shared._fixed_places()
+        places = (
+            StaticPlaces(rows, width, device, extra, (extra + 1) * rows) if shared is None else shared._fixed_places()
+        )
+        batch._places = places
         assert rows <= len(places.tables), "shared memory is for fewer rows"
         assert width == places.tables.shape[1], "shared memory is for another width"
         assert extra == places.extra, "shared memory is for more or fewer extra numbers"
@@ -151,7 +154,7 @@ class PagedBatch:
             "extra": staged[: extra * rows],
             "kv_slots": staged[extra * rows : (extra + 1) * rows].fill_(-1),
         }
-        batch._used = _aligned((extra + 1) * rows)
+        batch._used = aligned((extra + 1) * rows)
         return batch
 
     @property
@@ -203,7 +206,7 @@ class PagedBatch:
                 self._reside(key, make, self._places)
         return self._device_arrays[key]
 
-    def _reside(self, key: Hashable, make: Callable[[PagedBatch], Int32Array], places: _Places) -> None:
+    def _reside(self, key: Hashable, make: Callable[[PagedBatch], Int32Array], places: StaticPlaces) -> None:
         """Give a device array of a static batch its permanent memory."""
         array = make(self).reshape(-1)
         place = slice(self._used, self._used + array.size)
@@ -212,7 +215,7 @@ class PagedBatch:
         self._renewed.append((make, place))
         self._device_arrays[key] = places.staging.on_device[place]
         self._device_arrays[key].copy_(self.device.upload(array))
-        self._used = _aligned(place.stop)
+        self._used = aligned(place.stop)
 
     def preload(self, makers: Mapping[Hashable, Callable[[PagedBatch], Int32Array]]) -> None:
         """Compute several device arrays, the tables and the slots, and send them with a single copy."""
@@ -224,7 +227,7 @@ class PagedBatch:
         wanted = {"tables": _tables, "kv_slots": _kv_slots, **makers}
         arrays = {key: make(self).reshape(-1) for key, make in wanted.items() if key not in self._device_arrays}
         if arrays:
-            padded = [np.pad(array, (0, _aligned(len(array)) - len(array))) for array in arrays.values()]
+            padded = [np.pad(array, (0, aligned(len(array)) - len(array))) for array in arrays.values()]
             parts = self.device.upload(np.concatenate(padded)).split([len(array) for array in padded])
             for (key, array), part in zip(arrays.items(), parts, strict=True):
                 self._device_arrays[key] = part[: len(array)]
@@ -251,23 +254,33 @@ class PagedBatch:
         self.kv_slots = np.full(rows, -1, np.int64)
         last = self.starts[:count, None]
         self.kv_slots[:count] = self.kv_slots_of(np.arange(count), last)[:, 0]
+        self._renew(tables[:, : int(-(-self.lengths.max() // self.block_size))], extra)
+
+    def _renew(self, tables: Int32Array, extra: Int32Array | None) -> None:
+        """Send the contents of a refilled static batch, `kv_slots` and all device arrays.
+
+        Args:
+            tables: [n, only the needed columns].
+            extra: [extra numbers]; None if there are none.
+        """
+        places, before = self._fixed_places(), 0 if extra is None else len(extra)
         self.plans.clear()
-        host, before = places.staging.host(), places.extra * rows
+        host = places.staging.host()
         if extra is not None:
             host[:before] = extra
-        host[before : before + rows] = self.kv_slots
+        host[before : before + len(self.kv_slots)] = self.kv_slots
         for make, place in self._renewed:
             array = make(self).reshape(-1)
             assert array.size == place.stop - place.start, "a device array of a static batch has changed its size"
             host[place] = array
-        places.send(tables[:, : int(-(-self.lengths.max() // self.block_size))], host, self._used)
+        places.send(tables, host, self._used)
 
-    def _fixed_places(self) -> _Places:
+    def _fixed_places(self) -> StaticPlaces:
         assert self._places is not None, "only a static batch is filled"
         return self._places
 
 
-class _Places:
+class StaticPlaces:
     """Device memory that static batches share.
 
     Each batch uses the staging buffer for its own rows: extra numbers, slots, device arrays, then the used part of the
@@ -275,13 +288,20 @@ class _Places:
 
     Attributes:
         tables: [rows, width] int32 on the device.
-        extra: Extra numbers per row.
+        extra: As the argument.
         room: Numbers in the staging buffer before the tables.
+
+    Args:
+        rows: The most rows of a batch.
+        width: Most blocks of a row.
+        device: The device.
+        extra: Extra numbers per row.
+        numbers: Numbers before the plans: extra numbers and slots.
     """
 
-    def __init__(self, rows: int, width: int, device: Device, extra: int) -> None:
+    def __init__(self, rows: int, width: int, device: Device, extra: int, numbers: int) -> None:
         self.tables = torch.zeros((rows, width), dtype=torch.int32, device=device.torch_device)
-        self.extra, self.room = extra, _aligned((extra + 1) * rows) + PLANS_MAX
+        self.extra, self.room = extra, aligned(numbers) + PLANS_MAX
         self.staging = Staging(device, self.room + rows * width)
 
     def send(self, tables: Int32Array, host: Int32Array, used: int) -> None:
@@ -300,7 +320,7 @@ class _Places:
         self.tables[:count, :width].copy_(self.staging.on_device[packed].view(count, width))
 
 
-def _aligned(numbers: int) -> int:
+def aligned(numbers: int) -> int:
     """Return the start of the next array: a multiple of 16 bytes, as kernels require."""
     return numbers + -numbers % 4
 

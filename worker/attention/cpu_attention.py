@@ -18,11 +18,13 @@ from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import is_quantised
 from .reference import ReferenceAttention
+from .shared_prefixes import shared_prefixes
 
 QUERIES = 48  # least queries of an item, if a row has as many, to amortise loading a chunk
 # Throughput of one thread per microsecond: numbers of K and V loaded, products, and numbers stored.
 BROUGHT_PER_US, MULTIPLIED_PER_US = 5_000, 30_000
 COPIED_PER_US = 2_000
+ALONE = (-1, 0, 0, 0, -1)  # an item that stores no sums
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,20 @@ class Plan:
         tables: [rows, width] int64.
         microseconds: Time of one thread for one KV head.
         queries: Queries of the largest item.
-        parts: Parts that threads share.
-        counters: Counters that threads share.
+        group: Queries of a token and KV head.
+        members: [n] int64, the tokens of the rows of each shared item.
+        stores: [n] int64, how many sums each row with stored ones waits for.
+        sums: Places of stored sums.
     """
 
     items: IntArray
     tables: IntArray
     microseconds: float
     queries: int
-    parts: int
-    counters: int
+    group: int
+    members: IntArray
+    stores: IntArray
+    sums: int
 
 
 class CpuAttention:
@@ -182,6 +188,8 @@ class CpuAttention:
             partials=workspace.partials.data_ptr(),
             counters=workspace.counters.data_ptr(),
             sinks=0 if options.sinks is None else options.sinks.data_ptr(),
+            members=plan.members.ctypes.data,
+            stores=plan.stores.ctypes.data,
         )
         return output[..., : layer.values.shape[3]]  # of latents: the sums of rotary keys are no result
 
@@ -198,7 +206,7 @@ class Workspace:
         """Reserve workspace for attention. Return the number of threads, and the bytes of scratch of each."""
         threads = threads_for(plan.microseconds * kv_heads)
         stride = -(-scratch_bytes(plan.queries, size) // 64) * 64
-        partials, counters = plan.parts * kv_heads * partial_bytes(plan.queries, size), plan.counters * kv_heads
+        partials, counters = plan.sums * kv_heads * partial_bytes(plan.group, size), plan.stores.size * kv_heads
         self._grow(threads * stride)
         if len(self.partials) < partials:
             self.partials = torch.empty(partials, dtype=torch.uint8)
@@ -234,32 +242,86 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.stride(0) * tensor.itemsize, tensor.stride(1) * tensor.itemsize
 
 
+class _Items:
+    """The items of a plan, and what each costs."""
+
+    def __init__(self, group: int, size: int) -> None:
+        self._group, self._size = group, size
+        self.items: list[tuple[int, ...]] = []
+        self.costs: list[float] = []
+        self.members: list[int] = []
+        self.stores: list[int] = []
+        self.sums = 0
+
+    def add(self, place: tuple[int, ...], parts: tuple[int, int], keys: float, stored: tuple[int, ...] = ALONE) -> None:
+        """Add an item: its row, token, position and count; its parts; the keys that it reads; and where it stores."""
+        multiplied = 2 * place[3] * self._group / MULTIPLIED_PER_US
+        self.items.append((*place, *parts, *stored))
+        self.costs.append(keys * self._size * (2 / BROUGHT_PER_US + multiplied))
+
+    def add_decode(self, place: tuple[int, ...], parts: int, keys: float) -> None:
+        """Add a decode of one row; threads share its parts."""
+        stored = self.sums, parts, len(self.stores)
+        for part in range(parts):
+            self.add(place, (part, part + 1), keys / parts, (stored[0], part, *stored[1:], -1))
+        self.stores.append(parts)
+        self.sums += parts
+
+    def add_shared(self, rows: IntArray, parts: int, batch: PagedBatch, split: bool) -> None:
+        """Add decodes of rows that have the same first `parts` parts.
+
+        Args:
+            rows: The rows, [n].
+            parts: How many parts.
+            batch: The batch.
+            split: Threads share these parts.
+        """
+        shared = parts if split else 1  # stored sums
+        ends = -(-batch.lengths[rows] // PART)
+        each, kept, counter = shared + int(ends.max()) - parts, self.sums, len(self.stores)
+        tokens = batch.query_starts[rows].tolist()
+        for own in range(shared):
+            span = (own, own + 1) if split else (0, parts)
+            place = int(rows[0]), tokens[0], span[1] * PART - 1, len(tokens)
+            self.add(place, span, (span[1] - span[0]) * PART, (kept, own, each, counter, len(self.members)))
+        self.members += tokens
+        for number, (row, token, end) in enumerate(zip(rows.tolist(), tokens, ends.tolist(), strict=True)):
+            stored, length = kept + number * each, int(batch.lengths[row])
+            for part in range(parts, end):
+                keys = min(length - part * PART, PART)
+                own = shared + part - parts
+                self.add((row, token, length - 1, 1), (part, part + 1), keys, (stored, own, each, counter + number, -1))
+            self.stores.append(shared + end - parts)
+        self.sums += each * len(tokens)
+
+
 def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) -> Plan:
-    tokens = max(1, QUERIES // group)
-    items: list[tuple[int, ...]] = []
-    costs: list[float] = []
-    split = _splits(batch, kv_heads, window)
-    parts = counters = 0
+    tokens, made = max(1, QUERIES // group), _Items(group, size)
+    split, together = _splits(batch, kv_heads, window), set[int]()
+    if tokens > 1 and not window and not batch.is_window:
+        for rows, parts in shared_prefixes(batch, PART):
+            together.update(rows.tolist())
+            for some in np.array_split(rows, -(-rows.size // tokens)):
+                made.add_shared(some, parts, batch, split)
     for row in range(len(batch.counts)):
+        if row in together:
+            continue
         start, end, first = int(batch.starts[row]), int(batch.lengths[row]), int(batch.query_starts[row])
         for position in range(start, end, tokens):
             count = min(tokens, end - position)
             end_part = -(-(position + count) // PART)
             place = row, first + position - start, position, count
             keys = min(position + count, window + count) if window else position + count
-            cost = keys * size * (2 / BROUGHT_PER_US + 2 * count * group / MULTIPLIED_PER_US)
             if split and count == 1 and end_part > 1:
-                items += [(*place, part, part + 1, parts, end_part, counters) for part in range(end_part)]
-                costs += [cost / end_part] * end_part
-                parts, counters = parts + end_part, counters + 1
+                made.add_decode(place, end_part, keys)
             else:
-                items.append((*place, 0, end_part, -1, 0, 0))
-                costs.append(cost)
-    order = np.argsort(-np.array(costs), kind="stable")  # longest first
-    planned = np.array(items, np.int64).reshape(-1, ITEM_FIELDS)[order]
+                made.add(place, (0, end_part), keys)
+    order = np.argsort(-np.array(made.costs), kind="stable")  # longest first
+    planned = np.array(made.items, np.int64).reshape(-1, ITEM_FIELDS)[order]
     queries = group * int(planned[:, 3].max(initial=1))
     tables = np.ascontiguousarray(batch.tables)
-    return Plan(planned, tables, sum(costs), queries, parts, counters)
+    lists = np.array(made.members, np.int64), np.array(made.stores, np.int64)
+    return Plan(planned, tables, sum(made.costs), queries, group, *lists, made.sums)
 
 
 def _splits(batch: PagedBatch, kv_heads: int, window: int) -> bool:

@@ -125,6 +125,8 @@ class DecodeAttention:
                 table_width=plan.tables.shape[1],
                 partials=workspace.partials.data_ptr(),
                 counters=workspace.counters.data_ptr(),
+                members=plan.members.ctypes.data,
+                stores=plan.stores.ctypes.data,
             )
 
     def run(self, index: int, product: int) -> None:

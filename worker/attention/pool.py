@@ -10,7 +10,7 @@ uninitialised, and attention gathers only slots below a row's length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from kvforge.worker.device.device import Device
 from .batch import PagedBatch
 from .geometry import KV_DTYPES, KvDtype, KvGeometry, LayerShape, require_positive
 from .interface import KvLayer
+from .mixed_batch import MixedBatch, MixedPlaces, MixedSize
 from .quantised import as_bytes
 from .states import StatePages
 from .windows import WindowTables, base_of, lowered_tables, lowered_width
@@ -189,6 +190,61 @@ class KvPool:
         for each, part in zip(batch.windows, lowered, strict=True):
             each.fill(part, (ends - base).astype(np.int32))
 
+    def mixed_places(self, largest: MixedSize, width: int, extra: int) -> MixedPlaces:
+        """Allocate the memory of `mixed_batch`; see `MixedBatch.places`."""
+        geometry = self.geometry
+        own = MixedBatch.places(largest, width, self.device, extra + geometry.state_blocks * largest.rows)
+        if not geometry.window:
+            return MixedPlaces(own)
+        lowered = lowered_width(geometry.window, self.block_size) - (-largest.prompt_tokens // self.block_size)
+        each = [MixedBatch.places(largest, min(lowered, width), self.device, 0) for _ in range(geometry.window_pages)]
+        return MixedPlaces(own, tuple(each))
+
+    def mixed_batch(self, size: MixedSize, places: MixedPlaces, extra: int) -> MixedBatch:
+        """Make a static batch of prompt rows and decodes over this pool; see `MixedBatch.mixed`.
+
+        Behind the extra numbers of the caller lie the pages of each row's state.
+        """
+        pages, own = self.geometry.state_blocks, (self.block_size, self.device)
+        batch = MixedBatch.mixed(size, *own, places.own, extra + pages * size.rows)
+        if pages:
+            batch.states = self._spare_pages(size.rows)
+            batch.state_pages = batch.extra_on_device[extra:].view(size.rows, pages)
+        batch.windows = _led([MixedBatch.mixed(size, *own, each, 0) for each in places.windows])
+        return batch
+
+    def refill_mixed(
+        self,
+        batch: MixedBatch,
+        tables: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+        decodes: int,
+        extra: npt.NDArray[np.int32],
+        states: npt.NDArray[np.int32] | None = None,
+        windows: WindowTables | None = None,
+    ) -> None:
+        """Refill a batch of `mixed_batch`; see `MixedBatch.refill`, and `batch` for `states` and `windows`.
+
+        Rows of one batch must be of different sequences if they have states. Those of padding lie in the spare block.
+        """
+        if batch.states is not None:
+            batch.states = self._spare_pages(batch.size.rows)
+            if states is not None:
+                batch.states[batch.row_places(len(starts), decodes)] = states
+            extra = np.concatenate([extra, batch.states.reshape(-1)])
+        batch.refill(self._scaled(tables), starts, counts, decodes, extra)
+        if not batch.windows:
+            return
+        lowered: Iterable[npt.NDArray[np.int32]] = [tables] * len(batch.windows)  # without rows
+        if windows is not None:
+            first = starts.astype(np.int64)
+            base, lowered = self._lowered(windows, first, first + counts)
+            starts = (first - base).astype(np.int32)
+        for each, part in zip(batch.windows, lowered, strict=True):
+            assert isinstance(each, MixedBatch)
+            each.refill(part, starts, counts, decodes, np.zeros(0, np.int32))
+
     def _spare_pages(self, rows: int) -> npt.NDArray[np.int32]:
         return np.full((rows, self.geometry.state_blocks), self.blocks, np.int32)
 
@@ -279,7 +335,7 @@ class KvPool:
             yield from layer.tensors()
 
 
-def _led(batches: list[PagedBatch]) -> tuple[PagedBatch, ...]:
+def _led(batches: Sequence[PagedBatch]) -> tuple[PagedBatch, ...]:
     """Return the batches of the pages of a block, which follow the first."""
     for number, each in enumerate(batches):
         each.is_window, each.leader = True, batches[0] if number else None

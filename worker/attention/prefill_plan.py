@@ -13,6 +13,7 @@ import triton
 from kvforge.worker.device.target import PrefillTiles, Target, TileKey, head_class
 
 from .interface import AttentionOptions, KvLayer
+from .mixed_batch import MixedSize
 from .plan_items import FIELDS, PREFILL_TILE, named
 from .prefill_copy import PAGE
 from .quantised import is_quantised
@@ -155,3 +156,23 @@ def plan_prefill(
     pages = -(-(starts + counts) // PAGE)
     items["first_page"] = (np.cumsum(pages) - pages)[of]
     return array[np.argsort(-(items["position"] + items["tokens"]), kind="stable")]
+
+
+def padded_tiles(tiles: npt.NDArray[np.int32], size: MixedSize, tokens: int) -> npt.NDArray[np.int32]:
+    """Append tiles without a token, so that the number of tiles follows from the sizes of a static batch.
+
+    Such a tile reads the first key of the first row, which lies in the pool, and stores nothing.
+
+    Args:
+        tiles: [tiles, FIELDS] int32.
+        size: The sizes of the batch.
+        tokens: Tokens of one tile.
+
+    Returns:
+        [most tiles of such a batch, FIELDS] int32.
+    """
+    most = size.prompts + size.prompt_tokens // tokens
+    padded = np.zeros((most, FIELDS), np.int32)
+    named(padded, PREFILL_TILE)["row_length"] = 1
+    padded[: len(tiles)] = tiles
+    return padded

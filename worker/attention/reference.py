@@ -234,7 +234,7 @@ def _plan_decodes(batch: PagedBatch, kv_heads: int, window: int) -> list[_Decode
     lengths = np.minimum(batch.lengths[rows], window) if window else batch.lengths[rows]
     size_class = np.ceil(np.log2(np.maximum(lengths, DECODE_LENGTH_MIN))).astype(np.int64)
     groups = [rows[size_class == size] for size in np.unique(size_class)]
-    whole = len(groups) == 1 and len(rows) == len(batch.counts)
+    whole = len(groups) == 1 and len(rows) == len(batch.counts) == batch.tokens
     return [_plan_decode_group(batch, group, kv_heads, window, whole) for group in groups]
 
 

@@ -32,10 +32,11 @@ from .latent_decode import LatentWorkspace, latent_decode, latent_planner, laten
 from .latent_plan import LatentPlanner
 from .latent_prefill import latent_prefill, latent_prefill_tokens
 from .latent_write import write_latents
+from .mixed_batch import MixedBatch
 from .plan_items import FIELDS
 from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
-from .prefill_plan import gluon_problem, hopper_problem, plan_prefill, prefill_shape
+from .prefill_plan import gluon_problem, hopper_problem, padded_tiles, plan_prefill, prefill_shape
 from .quantised import is_quantised
 from .reference import PLAIN, ReferenceAttention, rotate
 from .write import write_kv
@@ -401,7 +402,8 @@ def _prefill_plan(tokens: int, group: int, number: int, steady: bool, batch: Pag
     parts = _prefill_parts(batch, group, steady)
     if number >= len(parts) or not len(parts[number]):
         return _NOTHING
-    return plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, parts[number])
+    planned = plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, parts[number])
+    return padded_tiles(planned, batch.size, tokens) if isinstance(batch, MixedBatch) else planned
 
 
 def _copy_plan(tokens: int, group: int, number: int, steady: bool, batch: PagedBatch) -> Int32Array:

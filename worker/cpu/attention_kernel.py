@@ -6,9 +6,12 @@ token. The largest score of a chunk is subtracted before the exponentials, and c
 softmax": Milakov and Gimelshein, arXiv 1805.02867). Sums start anew every 512 keys, in *parts* that are joined in
 order, so a long row gives the same result whether or not threads share it.
 
-An *item* is a few neighbouring tokens of a row. A ticket is one KV head of an item, with all query heads that use it; a
-*query* here is one head of one token. A chunk's keys are transposed to [head_size, keys] and its values are gathered,
-both in float32, in memory that stays in the core's cache. The rest is independent of the storage format.
+An *item* is a few neighbouring tokens of a row, or the last tokens of several rows with block tables that begin alike,
+for parts that all these rows see whole. The keys are then brought once, and each row has the sums that it has alone:
+the sums up to here are stored, and joined with its further parts in order. A ticket is one KV head of an item, with all
+query heads that use it; a *query* here is one head of one token. A chunk's keys are transposed to [head_size, keys] and
+its values are gathered, both in float32, in memory that stays in the core's cache. The rest is independent of the
+storage format.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from kvforge.worker.cpu.vector import (
 )
 
 CHUNK, PART = 64, 512  # keys
-ITEM_FIELDS = 9  # int64 numbers of an item, see `attend`
+ITEM_FIELDS = 11  # int64 numbers of an item, see `attend`
 # Width of a strip that four queries are multiplied with at once: it must fit the registers with their sums.
 STRIP = 64 if get_host_cpu_features().get("avx512f") else 16
 
@@ -325,10 +328,36 @@ def attend_chunk(queries, group, position, low, first, count, window, softcap, s
             query += 1
 
 
+@part
+def copy(size, source, target):
+    """Copy float32 numbers of `size` bytes."""
+    for at in range(0, size, 4):
+        write_float(target + at, read_float(source + at))
+
+
+@part
+def finish(queries, group, heads, size, padded, head, sinks, code, output, joined):
+    """Store the results of queries, `group` of each token, from joined sums, peaks and sums of weights.
+
+    output: where the first result goes.
+    """
+    peaks = joined + 4 * queries * padded
+    summed, item_size = peaks + 4 * queries, item_bytes(code)
+    for index in range(queries):
+        place = (index // group * heads + index % group) * size * item_size
+        weight = read_float(summed + 4 * index)
+        if sinks == 0:
+            factor = F(1) / weight
+        else:
+            sink = read_float(sinks + 4 * (head * group + index % group))
+            factor = factor_with_sink(sink, read_float(peaks + 4 * index), weight)
+        narrow(joined + 4 * padded * index, output + place, code, size, factor)
+
+
 ARGUMENTS = """
     items item_count scratch_memory scratch_stride query token_stride head_stride query_code output
     keys values key_scales value_scales code tables table_width block_size heads kv_heads size
-    scaling:d softcap:d window partials counters sinks
+    scaling:d softcap:d window partials counters sinks members stores
 """
 
 
@@ -337,8 +366,11 @@ def attend(arguments):
     """Compute attention; see `CpuAttention.attend`, which makes the arguments and the items. sinks: 0 without them.
 
     An item holds: the row of the batch; its first token, counted over the batch, and that token's position; the number
-    of tokens; the first part and the one after the last; the index of its stored parts, -1 if no other thread has one;
-    the number of stored parts; and the index of the counter of finished parts.
+    of tokens; the first part and the one after the last; the index of the row's stored sums, -1 if it stores none; the
+    place of its own among these; how many places a row has; the index of the row's counter of stored sums; and -1, or
+    the index in `members` of the tokens of the rows of a shared item. Such an item has their number in place of that
+    of tokens, and of the others the indices of stored sums and of counters follow those of the first row. stores: how
+    many sums each counter waits for.
     """
     sizes = read_sizes(arguments)
     items, item_count, scratch_memory, scratch_stride = sizes[2:6]
@@ -348,6 +380,7 @@ def attend(arguments):
     scaling, softcap = F(read_double(arguments + 176)), F(read_double(arguments + 184))
     window, partials = read_integer(arguments + 192), read_integer(arguments + 200)
     counters, sinks = read_integer(arguments + 208), read_integer(arguments + 216)
+    members, stores = read_integer(arguments + 224), read_integer(arguments + 232)
 
     group, padded, output_size = heads // kv_heads, (size + LANES - 1) // LANES * LANES, item_bytes(query_code)
     scratch = scratch_memory + next_ticket(arguments + 8) * scratch_stride
@@ -357,7 +390,7 @@ def attend(arguments):
         if ticket >= item_count * kv_heads:
             return
         item, head = ticket // kv_heads, ticket % kv_heads
-        row, token, position, count, first_part, end_part, kept, kept_count, counter = read_item(
+        row, token, position, count, first_part, end_part, kept, own, each, counter, listed = read_item(
             items + 8 * ITEM_FIELDS * item
         )
         queries = count * group
@@ -369,9 +402,10 @@ def attend(arguments):
         joined_peaks = joined + 4 * queries * padded
         joined_summed = joined_peaks + 4 * queries
         for index in range(queries):
-            place = query + (token + index // group) * token_stride + (head * group + index % group) * head_stride
+            at = token + index // group if listed < 0 else read_integer(members + 8 * (listed + index // group))
+            place = query + at * token_stride + (head * group + index % group) * head_stride
             widen(place, query_code, wanted + 4 * padded * index, size, scaling)
-        end = position + count
+        end = position + count if listed < 0 else end_part * PART
         start = max(position - window + 1, 0) if window > 0 else 0
         clear(queries, padded, joined, joined_peaks, joined_summed)
         for at in range(first_part, end_part):
@@ -401,28 +435,29 @@ def attend(arguments):
                 attend_chunk(queries, group, position, low, first, last, window, softcap, scaled, scratch, padded, size)
                 low += CHUNK
             join(queries, padded, joined, joined_peaks, joined_summed, sums, peaks, summed)
-        if kept >= 0:
-            part_bytes = 4 * queries * (padded + 2)
-            place = partials + (kept * kv_heads + head) * part_bytes
-            for at in range(0, part_bytes, 4):
-                write_float(place + first_part * kv_heads * part_bytes + at, read_float(joined + at))
-            done = counters + 8 * (counter * kv_heads + head)
-            if next_ticket(done) < kept_count - 1:
+        if kept < 0:
+            place = output + (token * heads + head * group) * size * output_size
+            finish(queries, group, heads, size, padded, head, sinks, query_code, place, joined)
+            continue
+        sum_bytes = 4 * group * (padded + 2)
+        for number in range(count):
+            place = partials + ((kept + number * each + own) * kv_heads + head) * sum_bytes
+            copy(4 * group * padded, joined + 4 * number * group * padded, place)
+            copy(4 * group, joined_peaks + 4 * number * group, place + 4 * group * padded)
+            copy(4 * group, joined_summed + 4 * number * group, place + 4 * group * (padded + 1))
+        for number in range(count):
+            done = counters + 8 * ((counter + number) * kv_heads + head)
+            stored = read_integer(stores + 8 * (counter + number))
+            if next_ticket(done) < stored - 1:
                 continue
             write_integer(done, 0)
-            clear(queries, padded, joined, joined_peaks, joined_summed)
-            for at in range(kept_count):
-                found = place + at * kv_heads * part_bytes
-                found_peaks = found + 4 * queries * padded
-                join(
-                    queries, padded, joined, joined_peaks, joined_summed, found, found_peaks, found_peaks + 4 * queries
-                )
-        for index in range(queries):
-            place = ((token + index // group) * heads + head * group + index % group) * size * output_size
-            weight = read_float(joined_summed + 4 * index)
-            if sinks == 0:
-                factor = F(1) / weight
-            else:
-                sink = read_float(sinks + 4 * (head * group + index % group))
-                factor = factor_with_sink(sink, read_float(joined_peaks + 4 * index), weight)
-            narrow(joined + 4 * padded * index, output + place, query_code, size, factor)
+            # The sums of this item are stored, and their place is free.
+            peaks, summed = joined + 4 * group * padded, joined + 4 * group * (padded + 1)
+            clear(group, padded, joined, peaks, summed)
+            for at in range(stored):
+                found = partials + ((kept + number * each + at) * kv_heads + head) * sum_bytes
+                found_peaks = found + 4 * group * padded
+                join(group, padded, joined, peaks, summed, found, found_peaks, found_peaks + 4 * group)
+            at = token if listed < 0 else read_integer(members + 8 * (listed + number))
+            place = output + (at * heads + head * group) * size * output_size
+            finish(group, group, heads, size, padded, head, sinks, query_code, place, joined)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -14,18 +15,23 @@ from kvforge.worker.cpu.delta_kernel import NUMBERS_PER_US as STATE_NUMBERS_PER_
 from kvforge.worker.cpu.delta_kernel import advance_delta
 from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
+from kvforge.worker.cpu.selective_kernel import NUMBERS_PER_US as SELECTIVE_NUMBERS_PER_US
+from kvforge.worker.cpu.selective_kernel import advance_selective
 from kvforge.worker.cpu.state_space_kernel import advance_state_space, group_norm
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
 from .activations import SILU, Activation
 from .cpu_decoder import CpuDecoder, can_decode, is_decodes
+from .cpu_prompts import CpuPrompts
 from .interface import DecoderParts
 from .layer_weights import Norm
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
-from .recurrent import Convolution, DeltaInputs, GatedDelta
+from .prompt_rows import PromptRows
+from .recurrent import Convolution, DeltaInputs, GatedDelta, PromptForm
+from .selective import SelectiveInputs, SelectiveSpace
 from .state_space import StateSpace, StateSpaceInputs
 from .tiles import Layouts
 
@@ -285,6 +291,8 @@ class CpuOperations(PackedOperations):
             whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
             state_code=CODES[state.stored],
         )
+        if not space.normalises:
+            return found.copy_(gated)
         group_norm(
             _threads(gated),
             source=gated.data_ptr(),
@@ -297,6 +305,50 @@ class CpuOperations(PackedOperations):
             epsilon=space.epsilon,
         )
         return found
+
+    def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_selective`."""
+        found = _scan(inputs, states, space, None)
+        return super().advance_selective(inputs, states, space) if found is None else found
+
+    def for_token_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
+        """Implement `StateOperations.for_token_prompts`."""
+        return partial(CpuPrompts, _scan)
+
+
+def _scan(
+    inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace, prompts: PromptRows | None
+) -> torch.Tensor | None:
+    """Advance selective state spaces over the tokens of prompt rows, or by one token of each row; None: no kernel."""
+    x, state, lines = inputs.x, states.tensor, states.lines
+    alike = all(each.dtype == x.dtype and each.stride(1) == 1 for each in inputs.parts)
+    if lines is None or not alike or x.dtype not in CODES or state.stored not in CODES:
+        return None
+    names, size = ("x", "gate", "steps", "b", "c"), x.itemsize
+    pointers = {name: each.data_ptr() for name, each in zip(names, inputs.parts, strict=True)}
+    strides = {f"{name}_stride": size * each.stride(0) for name, each in zip(names, inputs.parts, strict=True)}
+    found = torch.empty((len(x), space.channels), dtype=x.dtype)
+    advance_selective(
+        threads_for(len(x) * math.prod(space.state) / SELECTIVE_NUMBERS_PER_US),
+        **pointers,
+        **strides,
+        rates=space.rates.data_ptr(),
+        biases=space.biases.data_ptr(),
+        skips=space.skips.data_ptr(),
+        target=found.data_ptr(),
+        rows=len(states.pages),
+        channels=space.channels,
+        state_size=space.state_size,
+        code=CODES[x.dtype],
+        memory=states.memory.data_ptr(),
+        page_bytes=states.memory.stride(0),
+        pages=states.pages.data_ptr(),
+        page_count=states.pages.shape[1],
+        lines=lines.data_ptr(),
+        state_code=CODES[state.stored],
+        table=0 if prompts is None else prompts.rows.data_ptr(),
+    )
+    return found
 
 
 def _can_normalise(norm: Norm, x: torch.Tensor) -> bool:

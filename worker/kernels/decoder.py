@@ -172,25 +172,31 @@ class FusedDecoder:
         residual, normed = self._embed(token_ids)
         rotary = [ops.rotary(positions, each.frequencies, each.scaling, self.table.dtype) for each in self.rotary]
         scales = {layer.query_scale for layer in self.layers if layer.query_scale is not None}
-        factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
+        query_factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
         inputs = None if self.token_inputs is None else token_inputs(ops, self.token_inputs, token_ids, residual)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         places = count()
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
-            before, scale = normed, layer.residual_scale
-            if layer.mixer is not None:
-                mixed = layer.mixer(ops, normed, batch, pool)[None]
+            before, scale, factors = normed, layer.residual_scale, layer.factors
+            mixed = None if layer.mixer is None else layer.mixer(ops, normed, batch, pool)[None]
+            if not layer.attends:
+                assert mixed is not None, "a layer without attention and mixer"
                 normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
             else:
+                if mixed is not None:
+                    self._add_mixed(ATTENTION, mixed, residual, None, scale * factors.mixed, None)
+                given = normed if factors.attention_input == 1.0 else normed * factors.attention_input
                 own = next(places)
                 place = own if layer.kv_layer is None else layer.kv_layer
                 angles = None if layer.rotary is None else rotary[layer.rotary]
-                factor = None if layer.query_scale is None else factors[layer.query_scale]
-                attended = self._attend(layer, normed, angles, factor, pool.layers[place], pool.batch_of(place, batch))
+                factor = None if layer.query_scale is None else query_factors[layer.query_scale]
+                attended = self._attend(layer, given, angles, factor, pool.layers[place], pool.batch_of(place, batch))
+                own_scale = scale * factors.attended
                 normed = self.add(
-                    ATTENTION, attended, layer.output, residual, layer.attended_norm, scale, layer.inner_norm
+                    ATTENTION, attended, layer.output, residual, layer.attended_norm, own_scale, layer.inner_norm
                 )
+            scale *= factors.fed
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
@@ -250,6 +256,9 @@ class FusedDecoder:
     def feed(self, feed: FeedForward, normed: torch.Tensor) -> torch.Tensor:
         """Return the input of the last projection of a feed-forward block, [tokens, inner]."""
         ops, weight, bias = self.operations, feed.gate_up.weight, feed.gate_up.bias
+        if feed.gate_factor != 1.0:
+            gate, up = ops.linear(normed, weight, bias).chunk(2, dim=1)
+            return feed.activation.gate(gate * feed.gate_factor, up)
         if feed.is_gated:
             return ops.gated(normed, weight, bias, feed.activation)
         return ops.activated(normed, weight, bias, feed.activation)
@@ -360,7 +369,7 @@ class FusedDecoder:
             Q [tokens, heads, head_size], and the gate of the heads' results [tokens, heads x head_size], None for none.
         """
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        is_plain = layer.head_norms is None and not layer.clip and layer.value_scale == 1.0
+        is_plain = layer.head_norms is None and not layer.clip and layer.value_scale == layer.factors.key == 1.0
         if rotary is not None and is_plain and not layer.is_query_gated:
             query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
@@ -390,6 +399,8 @@ class FusedDecoder:
         query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
         if layer.value_scale != 1.0:
             value.mul_(layer.value_scale)
+        if layer.factors.key != 1.0:
+            key.mul_(layer.factors.key)
         if norms is not None and norms.after_rotation:
             if rotary is not None:
                 by_head[:, : layer.heads + layer.kv_heads] = rotate(by_head[:, : layer.heads + layer.kv_heads], *rotary)

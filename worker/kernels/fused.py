@@ -35,6 +35,8 @@ from .recurrent import Convolution, DeltaInputs, GatedDelta, PromptForm
 from .recurrent_kernels import advance_delta, can_advance_delta, can_convolve, convolve
 from .rotary import rotary
 from .router_kernel import route
+from .selective import SelectiveInputs, SelectiveSpace
+from .selective_kernels import advance_selective, can_advance_selective
 from .state_space import StateSpace, StateSpaceInputs
 from .state_space_kernels import advance_state_space, can_advance_state_space
 from .stored import codes_of
@@ -243,9 +245,19 @@ class FusedOperations:
             return self._plain.advance_state_space(inputs, states, space)
         return advance_state_space(self, inputs, states, space)
 
+    def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_selective`."""
+        if not can_advance_selective(states, space):
+            return self._plain.advance_selective(inputs, states, space)
+        return advance_selective(self, inputs, states, space)
+
     def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
         """Implement `StateOperations.for_prompts`."""
         return None if choose_delta_tiles(self.target, dtype) is None else partial(TritonPrompts, self)
+
+    def for_token_prompts(self, dtype: torch.dtype) -> PromptForm | None:
+        """Implement `StateOperations.for_token_prompts`."""
+        return self.for_prompts(dtype)
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Return None: captured graphs take this role."""

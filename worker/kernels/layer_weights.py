@@ -81,12 +81,14 @@ class FeedForward:
         down: [hidden, inner].
         activation: Applied to the gate, or to the only projection.
         is_gated: Whether `gate_up` has a gate.
+        gate_factor: Factor of the gate before its activation.
     """
 
     gate_up: Projection
     down: Projection
     activation: Activation = SILU
     is_gated: bool = True
+    gate_factor: float = 1.0
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield both weights."""
@@ -194,6 +196,30 @@ class TokenInputs:
 
 
 @dataclass(frozen=True)
+class LayerFactors:
+    """Factors within a layer (Falcon-H1).
+
+    Attributes:
+        attention_input: Of what attention reads.
+        key: Of K before the rotation.
+        attended: Of the result of attention.
+        mixed: Of the result of a mixer beside attention.
+        gate: Of the gate of the feed-forward block, before its activation.
+        fed: Of the result of that block.
+    """
+
+    attention_input: float = 1.0
+    key: float = 1.0
+    attended: float = 1.0
+    mixed: float = 1.0
+    gate: float = 1.0
+    fed: float = 1.0
+
+
+NO_FACTORS = LayerFactors()
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """The projections of attention over latents, absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
 
@@ -271,9 +297,11 @@ class FusedLayer:
         output_scale: Factor of the residual after the last block.
         latent: Attention over latents: `projected` is Q or its latent, then the token's latent, then its rotary key.
             None: over K and V.
-        mixer: What the layer has in place of attention; `projected` and `output` are then empty. None: it attends.
+        mixer: A recurrent state in place of attention, with `projected` and `output` empty, or beside attention: both
+            read the same norm, and the residual gets both results. None: it attends.
         is_query_gated: Whether Q is followed by a gate of as many numbers, whose sigmoid is a factor of the heads'
             results.
+        factors: Factors of inputs and results.
     """
 
     options: AttentionOptions
@@ -302,6 +330,12 @@ class FusedLayer:
     latent: LatentAttention | None = None
     mixer: Mixer | None = None
     is_query_gated: bool = False
+    factors: LayerFactors = NO_FACTORS
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has attention, maybe beside a mixer."""
+        return self.heads > 0
 
     @property
     def mixture(self) -> MixtureOfExperts | None:
@@ -312,7 +346,7 @@ class FusedLayer:
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
-        if self.mixer is None:
+        if self.attends:
             yield self.projected.weight
             if self.latent is not None and self.latent.query is not None:
                 yield self.latent.query.weight
@@ -343,6 +377,7 @@ class FusedLayer:
             or self.latent is not None
             or self.mixer is not None
             or self.is_query_gated
+            or self.factors != NO_FACTORS
         ):
             return False
         feed = self.feed
@@ -358,6 +393,8 @@ class FusedLayer:
         if self.inner_norm is None or not self.inner_norm.is_plain or self.is_parallel:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
+            return False
+        if self.factors != NO_FACTORS or (self.mixer is not None and self.attends):
             return False
         return self.experts_beside is None and self.token_block is None and self.output_scale == 1.0
 

@@ -20,9 +20,10 @@ from .layer_weights import Norm
 from .packed_table import look_up
 from .partition import apply_aligned
 from .quantised import QuantisedWeight
-from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
+from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta, PromptForm
 from .router import route
 from .row_counts import padded
+from .selective import SelectiveInputs, SelectiveSpace, advance_selective_plain
 from .state_space import StateSpace, StateSpaceInputs, advance_plain
 
 HEAD_ROWS = 16  # rows of one product of all heads
@@ -237,8 +238,16 @@ class PlainOperations:
         """Implement `StateOperations.advance_state_space`."""
         return advance_plain(inputs, states, space)
 
+    def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_selective`."""
+        return advance_selective_plain(inputs, states, space)
+
     def for_prompts(self, _dtype: torch.dtype) -> None:
         """Return None: in plain torch, transformers' modules are as fast."""
+
+    def for_token_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
+        """Return None, as `for_prompts`."""
+        return None
 
     def project(self, *_: Any) -> None:
         """Return None: product, rotation and storing are separate operations here."""

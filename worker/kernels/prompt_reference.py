@@ -7,8 +7,6 @@ that the tokens make are the solution of a unit lower triangular system.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.functional import pad, silu, softplus
 
@@ -17,6 +15,8 @@ from kvforge.worker.attention.states import StateRows
 from .plain import rms_norm
 from .prompt_rows import CHUNK, PromptRows
 from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
+from .selective import SelectiveInputs, SelectiveSpace, advance_token
+from .state_space import StateSpace, StateSpaceInputs, finish
 
 
 class PlainPrompts:
@@ -32,12 +32,11 @@ class PlainPrompts:
     def __init__(self, rows: PromptRows) -> None:
         self._rows = rows
 
-    def advance_state_space(self, *_: Any) -> torch.Tensor:
-        """Raise NotImplementedError: prompts of state spaces run through transformers' modules."""
-        raise NotImplementedError
-
     def for_prompts(self, _dtype: torch.dtype) -> None:
         """Return None: these are the operations over prompts."""
+
+    def for_token_prompts(self, _dtype: torch.dtype) -> None:
+        """Return None, as `for_prompts`."""
 
     def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
         """Implement `StateOperations.convolve`."""
@@ -93,6 +92,43 @@ class PlainPrompts:
         states.write(torch.stack(after))
         return found
 
+    def advance_state_space(self, inputs: StateSpaceInputs, states: StateRows, space: StateSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_state_space`."""
+        mixed, repeats, after = inputs.mixed, space.heads // space.groups, list[torch.Tensor]()
+        found = torch.zeros((len(mixed), len(space.weight)), dtype=mixed.dtype, device=mixed.device)
+        for row, state in enumerate(_before(states, self._rows)):
+            held = state.float()
+            for begin, end in self._rows.chunks(row):
+                place, count = self._place(row, begin, end), end - begin
+                x, *shared = _padded(mixed[place]).float().split(space.parts, 1)
+                x = x.unflatten(1, (space.heads, -1)).transpose(0, 1)
+                b, c = (
+                    each.unflatten(1, (space.groups, -1)).transpose(0, 1).repeat_interleave(repeats, 0)
+                    for each in shared
+                )
+                step = softplus(_padded(inputs.time_steps[place]).float() + space.biases).clamp(*space.limits)
+                step[count:] = 0  # the places behind change nothing
+                result, held = advance_spaces(x, b, c, step.t(), space.rates, held)
+                held = held.to(states.tensor.stored).float()
+                result = (result + space.skips[:, None, None] * x).transpose(0, 1).to(mixed.dtype).float().flatten(1)
+                gated = result * silu(_padded(inputs.gate[place]).float())
+                found[place] = finish(gated, space, mixed.dtype)[:count]
+            after.append(held)
+        states.write(torch.stack(after))
+        return found
+
+    def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
+        """Implement `StateOperations.advance_selective`, token by token."""
+        found, after = torch.zeros_like(inputs.x, memory_format=torch.contiguous_format), list[torch.Tensor]()
+        for row, state in enumerate(_before(states, self._rows)):
+            held, first = state.float(), int(self._rows.firsts[row])
+            for token in range(first, first + int(self._rows.counts[row])):
+                found[token], held = advance_token(inputs, token, held, space)
+                held = held.to(states.tensor.stored).float()
+            after.append(held)
+        states.write(torch.stack(after))
+        return found
+
     def _place(self, row: int, begin: int, end: int) -> slice:
         """Return where a row's tokens [begin, end) are among the tokens of the step."""
         first = int(self._rows.firsts[row])
@@ -135,6 +171,29 @@ def advance_chunk(
     found = (query * total.exp()[..., None]) @ state + (query @ key.transpose(1, 2) * pairs) @ added
     left = key * (total[:, -1:] - total).exp()[..., None]
     return found, state * total[:, -1].exp()[:, None, None] + left.transpose(1, 2) @ added
+
+
+def advance_spaces(
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, step: torch.Tensor, rates: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the tokens of a chunk of state spaces by matrix products (arXiv 2405.21060, section 6). All float32.
+
+    Args:
+        x: [heads, tokens, head_size].
+        b: [heads, tokens, state_size].
+        c: [heads, tokens, state_size].
+        step: [heads, tokens]; 0: the token changes nothing.
+        rates: [heads].
+        state: [heads, head_size, state_size].
+
+    Returns:
+        y without the skip, [heads, tokens, head_size], and the state behind the chunk.
+    """
+    total = (rates[:, None] * step).cumsum(1)
+    pairs = (total[:, :, None] - total[:, None]).tril().exp().tril() * (c @ b.transpose(1, 2)) * step[:, None]
+    found = pairs @ x + total.exp()[..., None] * (c @ state.transpose(1, 2))
+    left = b * (step * (total[:, -1:] - total).exp())[..., None]
+    return found, state * total[:, -1].exp()[:, None, None] + x.transpose(1, 2) @ left
 
 
 def _before(states: StateRows, rows: PromptRows) -> torch.Tensor:

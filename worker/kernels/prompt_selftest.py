@@ -5,7 +5,7 @@ See `recurrent_selftest`, whose comparison it shares: a row's result is here tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,9 +20,20 @@ from .interface import LayerOperations
 from .plain import PlainOperations
 from .prompt_reference import PlainPrompts
 from .prompt_rows import PromptRows, prompt_rows
-from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta, StateOperations
+from .recurrent import (
+    CONVOLUTION,
+    RECURRENT,
+    Convolution,
+    DeltaInputs,
+    GatedDelta,
+    MixerStep,
+    StateOperations,
+    form_of_prompts,
+)
 from .recurrent_selftest import compare_steps, forms_of, scattered, steps_of
+from .selective import SelectiveInputs, SelectiveSpace
 from .selftest import TOLERANCE
+from .state_space import StateSpace, StateSpaceInputs
 
 # Start and tokens of each row: from the begin, with a whole chunk and some; from a border; from within a chunk.
 STARTS, COUNTS = np.array([0, 64, 205]), np.array([70, 1, 58])
@@ -36,20 +47,37 @@ def prompt_test(fused: FusedDecoder, device: Device) -> None:
         KernelError: Names the kernel and the shape.
         GpuError: The device failed.
     """
-    operations, dtype = fused.operations, fused.table.dtype
-    if operations.for_prompts(dtype) is None:
-        return
+    prompts_test(fused.operations, fused.table.dtype, steps_of(fused), device)
+
+
+def prompts_test(operations: LayerOperations, dtype: torch.dtype, steps: Sequence[MixerStep], device: Device) -> None:
+    """Test the prompt kernels of recurrent layers, each form once.
+
+    Raises:
+        KernelError: Names the kernel and the shape.
+        GpuError: The device failed.
+    """
+    in_chunks = operations.for_prompts(dtype) is not None
+    steps = [each for each in steps if form_of_prompts(each, operations, dtype) is not None]
     name = str(dtype).removeprefix("torch.")
-    convolutions, deltas, _ = forms_of(steps_of(fused))
+    forms = forms_of(steps)
     checks: list[Callable[[], None]] = []
-    for convolution in convolutions:
+    for convolution in forms.convolutions if in_chunks else ():
         shape = f"prompts of {'x'.join(map(str, convolution.weight.shape))}, {name}"
         compare = partial(compare_prompt_convolution, operations, convolution, dtype)
         checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
-    for delta in deltas:
+    for delta in forms.deltas:
         shape = f"prompts of {'x'.join(map(str, delta.state[1:]))}, {name}"
         compare_rule = partial(compare_prompt_delta, operations, delta, dtype)
         checks.append(partial(require_right, device, "gated delta", shape, compare_rule, WAY_OUT))
+    for space in forms.spaces:
+        shape = f"prompts of {'x'.join(map(str, space.state[1:]))}, {name}"
+        compare_space = partial(compare_prompt_space, operations, space, dtype)
+        checks.append(partial(require_right, device, "state space", shape, compare_space, WAY_OUT))
+    for selective in forms.selectives:
+        shape = f"prompts of {'x'.join(map(str, selective.state[1:]))}, {name}"
+        compare_selective = partial(compare_prompt_selective, operations, selective, dtype)
+        checks.append(partial(require_right, device, "selective state space", shape, compare_selective, WAY_OUT))
     require_all_right(device, checks)
 
 
@@ -92,6 +120,47 @@ def compare_prompt_delta(
     return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
 
 
+@torch.inference_mode()
+def compare_prompt_space(
+    operations: LayerOperations, space: StateSpace, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> str:
+    """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
+    device = space.weight.device
+    generator = torch.Generator(device).manual_seed(1)
+    widths = (sum(space.parts), len(space.weight), space.heads)
+    inputs = StateSpaceInputs(
+        *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in widths)
+    )
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        over, rows = _prompts(operations, chosen, inputs.mixed)
+        return _by_row(over.advance_state_space(inputs, states, space), rows)
+
+    tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)
+    tolerance = max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
+    return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
+
+
+@torch.inference_mode()
+def compare_prompt_selective(
+    operations: LayerOperations, space: SelectiveSpace, dtype: torch.dtype, kept: torch.dtype | None = None
+) -> str:
+    """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
+    device = space.rates.device
+    generator = torch.Generator(device).manual_seed(1)
+    inputs = SelectiveInputs(
+        *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in space.widths)
+    )
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        over, rows = _prompts(operations, chosen, inputs.x)
+        return _by_row(over.advance_selective(inputs, states, space), rows)
+
+    tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)
+    tolerance = max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
+    return compare_steps(operations, advance, scattered(tensor, len(COUNTS), generator), tolerance)
+
+
 def _prompts(operations: LayerOperations, chosen: slice, like: torch.Tensor) -> tuple[StateOperations, PromptRows]:
     """Return the operations over the chosen rows, and these."""
     firsts = np.cumsum(COUNTS) - COUNTS
@@ -101,8 +170,9 @@ def _prompts(operations: LayerOperations, chosen: slice, like: torch.Tensor) -> 
         COUNTS[chosen],
         lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(like.device),
     )
-    form = PlainPrompts if isinstance(operations, PlainOperations) else operations.for_prompts(like.dtype)
-    assert form is not None, "the device has no kernels for prompts"
+    form = None if type(operations) is PlainOperations else operations.for_prompts(like.dtype)
+    if form is None:
+        form = operations.for_token_prompts(like.dtype) or PlainPrompts
     return form(rows), rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows
 
 from .prompt_rows import PromptRows
+from .selective import SelectiveInputs, SelectiveSpace
 from .state_space import StateSpace, StateSpaceInputs
 
 CONVOLUTION, RECURRENT = "conv 0", "recurrent 0"  # names of states
@@ -160,8 +161,43 @@ class StateOperations(Protocol):
             [rows, heads x head_size], a new tensor in the dtype of the inputs.
         """
 
+    def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
+        """Advance selective state spaces by one token of each row, and write the states.
+
+        Args:
+            inputs: The inputs.
+            states: The states of all channels.
+            space: The state spaces.
+
+        Returns:
+            [rows, channels], a new tensor in the dtype of the inputs.
+        """
+
     def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
         """Return the form of these operations for prompts of a dtype; None: transformers' modules compute them."""
+
+    def for_token_prompts(self, dtype: torch.dtype) -> PromptForm | None:
+        """Return the form for prompts that run token by token (Mamba 1), as `for_prompts`."""
+
+
+class DenseOperations(Protocol):
+    """The operations of a step that keep no state; a part of `LayerOperations`."""
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `LayerOperations.linear`."""
+
+    def norm(self, x: torch.Tensor, norm: Any, output: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LayerOperations.norm`. norm: a `layer_weights.Norm`, which refers to this file."""
+
+
+class StepOperations(StateOperations, DenseOperations, Protocol):
+    """All operations of steps."""
 
 
 PromptForm = Callable[[PromptRows], StateOperations]
@@ -187,12 +223,21 @@ class MixerStep(Protocol):
         """Its state spaces; None: it has none."""
 
     @property
+    def selective(self) -> SelectiveSpace | None:
+        """Its selective state spaces; None: it has none."""
+
+    @property
+    def products(self) -> tuple[torch.Tensor, ...]:
+        """The weights of products that follow from its convolution."""
+
+    @property
     def projections(self) -> tuple[str, ...]:
         """The names of the projections that it needs."""
 
     def run(
         self,
         operations: StateOperations,
+        dense: DenseOperations,
         projected: Mapping[str, torch.Tensor],
         states: Callable[[str], StateRows],
     ) -> torch.Tensor:
@@ -200,12 +245,18 @@ class MixerStep(Protocol):
 
         Args:
             operations: The operations.
+            dense: Those that keep no state.
             projected: The projections of the input, by the names of their modules, [rows, n] each.
             states: Returns a tensor of the rows' states by its name.
 
         Returns:
             The input of the last projection, [rows, n].
         """
+
+
+def form_of_prompts(step: MixerStep, operations: StateOperations, dtype: torch.dtype) -> PromptForm | None:
+    """Return the form of operations for the prompts of a step; None: transformers' modules compute them."""
+    return operations.for_prompts(dtype) if step.selective is None else operations.for_token_prompts(dtype)
 
 
 class Mixer(Protocol):
@@ -215,8 +266,11 @@ class Mixer(Protocol):
     def step(self) -> MixerStep | None:
         """The step of generated tokens; None: they run through transformers' module, row by row."""
 
+    def runs_prompts(self, operations: StepOperations, dtype: torch.dtype) -> bool:
+        """Return whether the operations compute prompt tokens in `dtype` too, so that a graph may have them."""
+
     def __call__(
-        self, operations: StateOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
+        self, operations: StepOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
     ) -> torch.Tensor:
         """Return what is added to the residual, [tokens, hidden], from the normed tokens of a step."""
 
@@ -230,12 +284,16 @@ class ConvolutionStep:
         projection: The name of the projection of its input.
         delta: None.
         space: None.
+        selective: None.
+        products: None.
     """
 
     convolution: Convolution
     projection: str
     delta: None = None
     space: None = None
+    selective: None = None
+    products: tuple[()] = ()
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -245,6 +303,7 @@ class ConvolutionStep:
     def run(
         self,
         operations: StateOperations,
+        _dense: DenseOperations,
         projected: Mapping[str, torch.Tensor],
         states: Callable[[str], StateRows],
     ) -> torch.Tensor:
@@ -262,16 +321,21 @@ class DeltaStep:
         projections: The names of the projections to queries, keys and values, to the gate, to b and to a. Two names:
             the first has all but b and a, the second these two, and both are cut by heads of keys (Qwen3-Next).
         space: None.
+        selective: None.
+        products: None.
     """
 
     convolution: Convolution
     delta: GatedDelta
     projections: tuple[str, ...]
     space: None = None
+    selective: None = None
+    products: tuple[()] = ()
 
     def run(
         self,
         operations: StateOperations,
+        _dense: DenseOperations,
         projected: Mapping[str, torch.Tensor],
         states: Callable[[str], StateRows],
     ) -> torch.Tensor:
@@ -300,13 +364,19 @@ class StateSpaceStep:
         convolution: The convolution.
         space: The state spaces.
         projection: The name of the projection to the gate, x, B and C, and time steps.
+        factors: [numbers of the projection], factors of its results; None: none.
         delta: None.
+        selective: None.
+        products: None.
     """
 
     convolution: Convolution
     space: StateSpace
     projection: str
+    factors: torch.Tensor | None = None
     delta: None = None
+    selective: None = None
+    products: tuple[()] = ()
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -316,12 +386,16 @@ class StateSpaceStep:
     def run(
         self,
         operations: StateOperations,
+        _dense: DenseOperations,
         projected: Mapping[str, torch.Tensor],
         states: Callable[[str], StateRows],
     ) -> torch.Tensor:
         """Implement `MixerStep.run`."""
         space = self.space
         sizes = [len(space.weight), sum(space.parts), space.heads]
-        gate, mixed, time_steps = projected[self.projection].split(sizes, dim=1)
+        numbers = projected[self.projection]
+        if self.factors is not None:
+            numbers = numbers * self.factors
+        gate, mixed, time_steps = numbers.split(sizes, dim=1)
         mixed = operations.convolve(mixed, states(CONVOLUTION), self.convolution)
         return operations.advance_state_space(StateSpaceInputs(mixed, gate, time_steps), states(RECURRENT), space)

@@ -6,6 +6,7 @@ States lie in pages that cut them and are scattered among bytes that are NaN in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from .decoder import FusedDecoder
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta, MixerStep
+from .selective import SelectiveInputs, SelectiveSpace
 from .selftest import TOLERANCE
 from .state_space import StateSpace, StateSpaceInputs
 
@@ -45,23 +47,28 @@ def steps_test(operations: LayerOperations, dtype: torch.dtype, steps: Sequence[
     name = str(dtype).removeprefix("torch.")
     if isinstance(operations, PlainOperations) and not operations.kernels:
         return
-    convolutions, deltas, spaces = forms_of(steps)
+    forms = forms_of(steps)
     checks: list[Callable[[], None]] = []
-    for convolution in convolutions:
+    for convolution in forms.convolutions:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, convolution.weight.shape))}, {name}"
             compare = partial(compare_convolution, operations, convolution, dtype, rows)
             checks.append(partial(require_right, device, "short convolution", shape, compare, WAY_OUT))
-    for delta in deltas:
+    for delta in forms.deltas:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, delta.state[1:]))}, {name}"
             compare = partial(compare_delta, operations, delta, dtype, rows)
             checks.append(partial(require_right, device, "gated delta", shape, compare, WAY_OUT))
-    for space in spaces:
+    for space in forms.spaces:
         for rows in ROWS:
             shape = f"{rows} rows of {'x'.join(map(str, space.state[1:]))}, {name}"
             compare = partial(compare_state_space, operations, space, dtype, rows)
             checks.append(partial(require_right, device, "state space", shape, compare, WAY_OUT))
+    for selective in forms.selectives:
+        for rows in ROWS:
+            shape = f"{rows} rows of {'x'.join(map(str, selective.state[1:]))}, {name}"
+            compare = partial(compare_selective, operations, selective, dtype, rows)
+            checks.append(partial(require_right, device, "selective state space", shape, compare, WAY_OUT))
     require_all_right(device, checks)
 
 
@@ -70,12 +77,27 @@ def steps_of(fused: FusedDecoder) -> list[MixerStep]:
     return [layer.mixer.step for layer in fused.layers if layer.mixer is not None and layer.mixer.step is not None]
 
 
-def forms_of(steps: Sequence[MixerStep]) -> tuple[list[Convolution], list[GatedDelta], list[StateSpace]]:
-    """Return the convolutions, the rules and the state spaces of steps, one of each form."""
+@dataclass(frozen=True)
+class Forms:
+    """The parts of steps, one of each form."""
+
+    convolutions: list[Convolution]
+    deltas: list[GatedDelta]
+    spaces: list[StateSpace]
+    selectives: list[SelectiveSpace]
+
+
+def forms_of(steps: Sequence[MixerStep]) -> Forms:
+    """Return the parts of steps, one of each form."""
     convolutions = {_form(each.convolution): each.convolution for each in steps}
     deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
-    spaces = {(each.space.state, each.space.groups): each.space for each in steps if each.space is not None}
-    return list(convolutions.values()), list(deltas.values()), list(spaces.values())
+    spaces = {_form_of_space(each.space): each.space for each in steps if each.space is not None}
+    selectives = {each.selective.state: each.selective for each in steps if each.selective is not None}
+    return Forms(list(convolutions.values()), list(deltas.values()), list(spaces.values()), list(selectives.values()))
+
+
+def _form_of_space(space: StateSpace) -> tuple[object, ...]:
+    return space.state, space.groups, space.normalises
 
 
 def _form(convolution: Convolution) -> tuple[object, ...]:
@@ -139,6 +161,26 @@ def compare_state_space(
     return compare_steps(
         operations, advance, scattered(tensor, rows, generator), TOLERANCE[dtype if kept is None else kept]
     )
+
+
+@torch.inference_mode()
+def compare_selective(
+    operations: LayerOperations,
+    space: SelectiveSpace,
+    dtype: torch.dtype,
+    rows: int,
+    kept: torch.dtype | None = None,
+) -> str:
+    """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
+    generator = torch.Generator(space.rates.device).manual_seed(rows)
+    given = [_before_nan(rows, width, dtype, generator) for width in space.widths]
+    tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)
+
+    def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
+        return operations.advance_selective(SelectiveInputs(*(each[chosen] for each in given)), states, space)
+
+    tolerance = max(TOLERANCE[dtype], 0 if kept is None else TOLERANCE[kept])
+    return compare_steps(operations, advance, scattered(tensor, rows, generator), tolerance)
 
 
 def _before_nan(rows: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -20,6 +20,7 @@ from kvforge.worker.attention.expanded_space import EXPANDED_HEADS_MAX
 from kvforge.worker.attention.quantised import dequantise
 from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.attention.selftest import self_test as attention_test
+from kvforge.worker.device.block_buffers import BlockCopies
 from kvforge.worker.device.check import require_all_right
 from kvforge.worker.device.device import Device
 from kvforge.worker.sampling.sampler import SamplingState
@@ -30,7 +31,7 @@ from .interface import LayerOperations
 from .packed import packing_problem, weight_kind
 from .plain import PlainOperations
 from .prompt_reference import PlainPrompts
-from .prompt_selftest import prompt_test
+from .prompt_selftest import prompt_test, prompts_test
 from .quantised import PlainInputQuantiser
 from .recurrent import MixerStep
 from .recurrent_selftest import recurrent_test, steps_test
@@ -165,6 +166,8 @@ def _recurrent(serving: Serving) -> None:
         prompt_test(serving.fused, serving.device)
     elif serving.operations is not None:
         steps_test(serving.operations, serving.dtype, serving.steps, serving.device)
+        by_token = [each for each in serving.steps if each.selective is not None]
+        prompts_test(serving.operations, serving.dtype, by_token, serving.device)
 
 
 def _experts(serving: Serving) -> None:
@@ -210,9 +213,11 @@ def _sampling(serving: Serving) -> None:
 
 def _copies(serving: Serving) -> None:
     if serving.device.runs_kernels:
+        from kvforge.worker.device.block_selftest import block_copies_test
         from kvforge.worker.sampling.selftest import copies_test
 
         copies_test(serving.device)
+        block_copies_test(serving.device)
 
 
 # Checks that may run at the same time; the first one, the fastest, loads Triton. The others share workspaces, or wait
@@ -272,10 +277,25 @@ KERNELS = (
         PlainOperations.advance_state_space,
         _recurrent,
     ),
+    Kernel(
+        "kvforge.worker.kernels.selective_kernels",
+        "selective_kernel",
+        PlainOperations.advance_selective,
+        _recurrent,
+    ),
+    Kernel(
+        "kvforge.worker.kernels.prompt_selective", "selective_scan_kernel", PlainPrompts.advance_selective, _recurrent
+    ),
     Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_tiles_kernel", PlainPrompts.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_states_kernel", PlainPrompts.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_tiles_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_scan_kernel", PlainPrompts.advance_delta, _recurrent),
+    Kernel(
+        "kvforge.worker.kernels.prompt_state_space",
+        "state_space_scan_kernel",
+        PlainPrompts.advance_state_space,
+        _recurrent,
+    ),
     Kernel("kvforge.worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
     Kernel("kvforge.worker.kernels.router_kernel", "route_kernel", route, _experts),
     Kernel("kvforge.worker.kernels.expert_sort", "rank_kernel", torch.sort, _experts),
@@ -289,6 +309,7 @@ KERNELS = (
     Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling),
     Kernel("kvforge.worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies),
+    Kernel("kvforge.worker.device.block_copies", "block_kernel", BlockCopies.gather, _copies),
 )
 CPU_KERNELS = (
     CpuKernelEntry("kvforge.worker.cpu.attention_kernel", "attend", ReferenceAttention.attend, _attention),
@@ -308,6 +329,9 @@ CPU_KERNELS = (
     ),
     CpuKernelEntry(
         "kvforge.worker.cpu.state_space_kernel", "group_norm", PlainOperations.advance_state_space, _recurrent
+    ),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.selective_kernel", "advance_selective", PlainOperations.advance_selective, _recurrent
     ),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),

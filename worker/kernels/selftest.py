@@ -58,7 +58,7 @@ def self_test(fused: FusedDecoder, device: Device) -> None:
 
 def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     """Yield the operations by name; both sides run each on the same inputs."""
-    layer, table = next(each for each in fused.layers if each.mixer is None), fused.table
+    layer, table = next(each for each in fused.layers if each.attends), fused.table
     rotary = None if layer.rotary is None else fused.rotary[layer.rotary]
     feed = next(filter(None, (each.dense for each in fused.layers)), None)
     hidden, attended = table.shape[1], layer.output.weight.shape[1]

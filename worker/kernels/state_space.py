@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -22,7 +23,7 @@ class StateSpace:
         d = softplus(time step + bias)
         S = exp(rate d) S + d x B^T
         y = S C + skip x
-        result = weight * norm(y silu(gate))
+        result = weight * norm(y silu(gate)), or y silu(gate)
 
     The heads of a group follow each other, have the same B and C, and are normalised together.
 
@@ -34,6 +35,8 @@ class StateSpace:
         skips: [heads] float32.
         weight: [heads x head_size], of the norm.
         epsilon: Of the norm.
+        normalises: Whether there is a norm. The weight of a space without one has ones.
+        limits: The least and the largest d of prompt tokens; transformers limits no generated token's.
     """
 
     groups: int
@@ -43,6 +46,8 @@ class StateSpace:
     skips: torch.Tensor
     weight: torch.Tensor
     epsilon: float
+    normalises: bool = True
+    limits: tuple[float, float] = (0.0, inf)
 
     @property
     def heads(self) -> int:
@@ -93,8 +98,24 @@ def advance_plain(inputs: StateSpaceInputs, states: StateRows, space: StateSpace
         kept = (space.rates * step).exp()[:, None, None]
         state[row] = held = state[row] * kept + (step[:, None] * x)[..., None] * b
         found = ((held * c).sum(2) + space.skips[:, None] * x).to(dtype).float().flatten()
-        gated = (found * silu(inputs.gate[row].float())).view(space.groups, -1)
-        normed = gated * torch.rsqrt(gated.square().mean(1, keepdim=True) + space.epsilon)
-        rows.append((space.weight * normed.to(dtype).flatten()).to(dtype))
+        rows.append(finish((found * silu(inputs.gate[row].float()))[None], space, dtype)[0])
     states.write(state)
     return torch.stack(rows)
+
+
+def finish(gated: torch.Tensor, space: StateSpace, dtype: torch.dtype) -> torch.Tensor:
+    """Normalise y silu(gate) by groups, if the space has a norm.
+
+    Args:
+        gated: [tokens, heads x head_size] float32.
+        space: Has the weight.
+        dtype: Of the result.
+
+    Returns:
+        The shape of `gated`.
+    """
+    if not space.normalises:
+        return gated.to(dtype)
+    by_group = gated.unflatten(1, (space.groups, -1))
+    normed = by_group * torch.rsqrt(by_group.square().mean(2, keepdim=True) + space.epsilon)
+    return (space.weight * normed.to(dtype).flatten(1)).to(dtype)

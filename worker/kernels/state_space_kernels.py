@@ -70,8 +70,8 @@ def state_space_kernel(
 ):
     """Grid: [rows, heads, blocks of lines]. See `StateSpace`, and `convolve_kernel` for the pages.
 
-    target: [rows, heads x head_size] float32, y silu(gate). LINES: of a block. NUMBERS: a power of two that holds a
-    line. ALIGNED: whether lines begin at multiples of 16 bytes.
+    target: [rows, heads x head_size], y silu(gate), in float32 if a norm follows. LINES: of a block. NUMBERS: a power
+    of two that holds a line. ALIGNED: whether lines begin at multiples of 16 bytes.
     """
     let_next_start(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -100,7 +100,7 @@ def state_space_kernel(
     found = (tl.sum(held * c[None, :], axis=1) + skip * x).to(dtype).to(tl.float32)
     own = head * head_size + along
     opened = tl.load(gate + row * gate_stride + own, mask=in_head, other=0.0).to(tl.float32)
-    tl.store(target + row * size + own, found * _silu(opened), mask=in_head)
+    tl.store(target + row * size + own, (found * _silu(opened)).to(target.dtype.element_ty), mask=in_head)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -145,10 +145,9 @@ def advance_state_space(
     """Implement `StateOperations.advance_state_space`, if `can_advance_state_space`."""
     lines, mixed = states.lines, inputs.mixed
     assert lines is not None, "can_advance_state_space is false"
-    rows, heads, head_size, group_size = len(mixed), space.heads, space.head_size, len(space.weight) // space.groups
-    gated = torch.empty((rows, len(space.weight)), dtype=torch.float32, device=mixed.device)
-    target = torch.empty_like(gated, dtype=mixed.dtype)
-    numbers, block = triton.next_power_of_2(space.state_size), min(NORM_NUMBERS, triton.next_power_of_2(group_size))
+    rows, heads, head_size = len(mixed), space.heads, space.head_size
+    gated = torch.empty((rows, len(space.weight)), dtype=gated_dtype(space, mixed.dtype), device=mixed.device)
+    numbers = triton.next_power_of_2(space.state_size)
     together = min(triton.next_power_of_2(head_size), PROGRAM_NUMBERS // numbers)
     warp = THREAD_NUMBERS * launch.target.warp_size
     state_space_kernel[(rows, heads, ceil_div(head_size, together))](
@@ -174,7 +173,29 @@ def advance_state_space(
         num_warps=max(1, together * numbers // warp),
         **launch_options(launch.overlap),
     )
-    group_norm_kernel[(rows, space.groups)](
+    return norm_groups(launch, gated, space, mixed.dtype) if space.normalises else gated
+
+
+def gated_dtype(space: StateSpace, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of y silu(gate) in a model of `dtype`: float32 if a norm follows."""
+    return torch.float32 if space.normalises else dtype
+
+
+def norm_groups(launch: Launching, gated: torch.Tensor, space: StateSpace, dtype: torch.dtype) -> torch.Tensor:
+    """Normalise the groups of heads.
+
+    Args:
+        launch: How to launch.
+        gated: [tokens, heads x head_size] float32, contiguous.
+        space: Has the weight.
+        dtype: Of the result.
+
+    Returns:
+        The shape of `gated`.
+    """
+    target, group_size = torch.empty_like(gated, dtype=dtype), len(space.weight) // space.groups
+    block = min(NORM_NUMBERS, triton.next_power_of_2(group_size))
+    group_norm_kernel[(len(gated), space.groups)](
         gated,
         space.weight,
         target,
@@ -182,7 +203,7 @@ def advance_state_space(
         group_size,
         space.epsilon,
         BLOCK=block,
-        num_warps=max(1, block // warp),
+        num_warps=max(1, block // (THREAD_NUMBERS * launch.target.warp_size)),
         **launch_options(launch.overlap),
     )
     return target

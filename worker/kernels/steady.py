@@ -8,7 +8,7 @@ differ, every product is computed in slabs of one size, which is slower but cons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from kvforge.worker.attention import KvLayer, PagedBatch
 from kvforge.worker.device.device import Device
 
 from .decoder import FusedDecoder, combine
+from .interface import LayerOperations
 from .latent import expand_values, project_latents
 from .layer_weights import Norm, Projection
+from .recurrent import MixerStep
 
 # One token; counts around the tiles of the worker's kernels; and counts with special kernels in torch's library.
 CORES_LADDER = (1, 2, 3, 7, 16, 33, 65, 129)  # for CPUs, where each row costs time
@@ -37,11 +39,36 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
     Returns:
         The first result that depends on the number of rows, for people; "" if none does.
     """
-    for name, width, wanted, multiply in _products(fused, device):
+    return _first_unsteady(_products(fused, device), fused.table, device)
+
+
+def unsteady_steps(operations: LayerOperations, steps: Sequence[MixerStep], device: Device) -> str:
+    """Test the products within the steps of recurrent layers, each shape once.
+
+    Returns:
+        As `unsteady_products`.
+    """
+    weights = {each.shape: each for step in steps for each in step.products}
+    made = [
+        (f"a product of {len(weight)} numbers in a recurrent layer", weight.shape[1], LADDER, _one(operations, weight))
+        for weight in weights.values()
+    ]
+    return _first_unsteady(made, next(iter(weights.values())), device) if made else ""
+
+
+def _one(operations: LayerOperations, weight: torch.Tensor) -> _Product:
+    return lambda x: (operations.linear(x, weight),)
+
+
+def _first_unsteady(
+    products: Iterable[tuple[str, int, tuple[int, ...], _Product]], like: torch.Tensor, device: Device
+) -> str:
+    """Return the first result that depends on the number of rows. like: has the dtype and the device."""
+    for name, width, wanted, multiply in products:
         ladder = CORES_LADDER if device.computes_on_cores else wanted
         rows = ROWS if ladder is LADDER else max(ladder) + OFFSET
-        generator = torch.Generator(fused.table.device).manual_seed(rows)
-        x = torch.empty((rows, width), dtype=fused.table.dtype, device=fused.table.device).normal_(generator=generator)
+        generator = torch.Generator(like.device).manual_seed(rows)
+        x = torch.empty((rows, width), dtype=like.dtype, device=like.device).normal_(generator=generator)
         whole = multiply(x)
         for count in ladder:
             # Many single rows: rounded to 16 bits, another order of sums changes one number in ten thousand.
@@ -53,7 +80,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
 
 
 def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, tuple[int, ...], _Product]]:
-    ops, layer = fused.operations, next(each for each in fused.layers if each.mixer is None)
+    ops, layer = fused.operations, next(each for each in fused.layers if each.attends)
     table = fused.table
     hidden, attended = table.shape[1], layer.output.weight.shape[1]
 

@@ -226,7 +226,8 @@ def test_only_the_device_asks_which_it_is() -> None:
     asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|\.queues\b")
     package = Path(worker.__file__).parent
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if asking.search(path.read_text())}
-    assert found == {"device/device.py", "device/queue.py", "device/capture.py", "device/exchange.py"}
+    names = ("device", "queue", "side_queue", "capture", "exchange", "host_memory")
+    assert found == {f"device/{name}.py" for name in names}
 
 
 def test_unknown_device_is_refused() -> None:

@@ -72,6 +72,8 @@ LOCAL_BYTES_MAX_LATENT_QUANTISED = {
 }
 # Tiles of 64 x 128 beside the sums of two products; gfx11 takes every operand twice.
 LOCAL_BYTES_MAX_PROMPTS = LOCAL_BYTES_MAX | {"gfx1100": 496, "gfx1151": 496, "gfx1201": 64}
+# Tiles of B and C beside a part of a head's state.
+LOCAL_BYTES_MAX_SPACES = LOCAL_BYTES_MAX | {"gfx1100": 616, "gfx1151": 616, "gfx1201": 484}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
@@ -93,6 +95,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "experts": {"sm_86": 8, "sm_89": 8, "sm_120": 8},
     "choice: scan": {"": 8},
     "gated delta of prompts": {"sm_120": 32, "": 16},
+    "state space of prompts": {"sm_80": 184, "sm_86": 104, "sm_89": 104, "sm_90": 48, "sm_120": 144, "": 0},
 }
 SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles that are padded and windowed
 REGISTERS = {32: 256, 64: 512}
@@ -151,6 +154,8 @@ def _local_bytes_max(compiled: Compiled) -> int:
         return (LOCAL_BYTES_MAX_LATENT_QUANTISED if quantised else LOCAL_BYTES_MAX_LATENT)[name]
     if label.startswith("gated delta of prompts"):
         return LOCAL_BYTES_MAX_PROMPTS[name]
+    if label.startswith("state space of prompts"):
+        return LOCAL_BYTES_MAX_SPACES[name]
     if not label.startswith(("decode", "prefill", "write")):
         return 0
     if "fp32" in label:
@@ -296,17 +301,15 @@ def launch(target: Target, random: Random) -> None:
         key = packed[:, heads : heads + kv_heads].to(key_dtype)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)
         items = torch.empty((rows, 8), dtype=torch.int32)
-        planner = decode.decode_planner(rows, heads, kv_heads, head_size, stored, options.window, target)
-        workspace = decode.DecodeWorkspace.allocate(planner, heads, head_size, torch.device("meta"))
-        decode.paged_decode(
-            query, layer, table[random.randint(0, 1) :], items.view(-1), output, workspace, options, target
-        )
-        prefill.paged_prefill(query, layer, table, items, output, options, target)
-        rotated = random.choice((None, head_size, head_size // 2))
-        angles = None if rotated is None else torch.empty((rows, rotated), dtype=key.dtype)
-        whole_query = query.to(key.dtype) if random.random() < 0.5 else None
-        slots = torch.empty(rows + 1, dtype=torch.int32)[random.randint(0, 1) :]
-        write.write_kv(whole_query, key, key, angles, angles, layer, slots, target)
+    planner = decode.decode_planner(rows, heads, kv_heads, head_size, stored, options.window, target)
+    workspace = decode.DecodeWorkspace.allocate(planner, heads, head_size, torch.device("meta"))
+    decode.paged_decode(query, layer, table[random.randint(0, 1) :], items.view(-1), output, workspace, options, target)
+    prefill.paged_prefill(query, layer, table, items, output, options, target)
+    rotated = random.choice((None, head_size, head_size // 2))
+    angles = None if rotated is None else torch.empty((rows, rotated), dtype=key.dtype, device="meta")
+    whole_query = query.to(key.dtype) if random.random() < 0.5 else None
+    slots = torch.empty(rows + 1, dtype=torch.int32, device="meta")[random.randint(0, 1) :]
+    write.write_kv(whole_query, key, key, angles, angles, layer, slots, target)
 
 
 def launch_latents(target: Target, random: Random) -> None:
@@ -338,11 +341,12 @@ def launch_latents(target: Target, random: Random) -> None:
         output = torch.empty((rows, heads, latent), dtype=dtype)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)[random.randint(0, 1) :]
         plan, items = torch.empty(planner.size, dtype=torch.int32), torch.empty((rows, FIELDS), dtype=torch.int32)
-        latent_decode.latent_decode(query, cache, table, planner, plan, output, workspace, 0.1, target, scales)
-        latent_prefill.latent_prefill(query, cache, table, items, output, 0.1, target, scales)
-        numbers = torch.empty((rows, latent + rope + random.choice((0, 8))), dtype=dtype)[:, : latent + rope]
-        slots = torch.empty(rows + 1, dtype=torch.int32)[random.randint(0, 1) :]
-        latent_write.write_latents(numbers, cache, slots, target, scales)
+    latent_decode.latent_decode(query, cache, table, planner, plan, output, workspace, 0.1, target, scales)
+    latent_prefill.latent_prefill(query, cache, table, items, output, 0.1, target, scales)
+    width = latent + rope
+    numbers = torch.empty((rows, width + random.choice((0, 8))), dtype=dtype, device="meta")[:, :width]
+    slots = torch.empty(rows + 1, dtype=torch.int32, device="meta")[random.randint(0, 1) :]
+    latent_write.write_latents(numbers, cache, slots, target, scales)
 
 
 def launch_on_hopper(target: Target, random: Random) -> None:
@@ -363,11 +367,11 @@ def launch_on_hopper(target: Target, random: Random) -> None:
         output = torch.empty((rows, heads, head_size), dtype=model)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)
         items, copies, workspace = torch.empty((rows, FIELDS), dtype=torch.int32), None, None
-        if is_quantised(stored) and prefill_shape(heads, model, layer, options, target, copied=True).hopper:
-            pages = random.choice((1, 2, 16, prefill_copy.PAGES_MAX))
-            copies = torch.empty((random.randint(1, pages), FIELDS), dtype=torch.int32)
-            workspace = prefill_copy.workspace_for(pages, layer, model)
-        prefill.paged_prefill(query, layer, table, items, output, options, target, copies, workspace)
+    if is_quantised(stored) and prefill_shape(heads, model, layer, options, target, copied=True).hopper:
+        pages = random.choice((1, 2, 16, prefill_copy.PAGES_MAX))
+        copies = torch.empty((random.randint(1, pages), FIELDS), dtype=torch.int32, device="meta")
+        workspace = prefill_copy.workspace_for(pages, layer, model)
+    prefill.paged_prefill(query, layer, table, items, output, options, target, copies, workspace)
 
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_90", "gfx942"])  # the other targets run the kernels of one of these

@@ -14,11 +14,17 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.prompt_reference import PlainPrompts
 from kvforge.worker.kernels.prompt_rows import SEGMENT_TILES, PromptRows, prompt_rows
-from kvforge.worker.kernels.prompt_selftest import compare_prompt_convolution, compare_prompt_delta
+from kvforge.worker.kernels.prompt_selftest import (
+    compare_prompt_convolution,
+    compare_prompt_delta,
+    compare_prompt_space,
+)
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, DeltaInputs
 from kvforge.worker.kernels.recurrent_selftest import scattered
+from kvforge.worker.kernels.state_space import StateSpaceInputs
 
 from .test_recurrent import convolution, delta_rule
+from .test_state_space import state_space
 
 
 def rows_of(*spans: tuple[int, int]) -> PromptRows:
@@ -55,7 +61,7 @@ def test_long_rows_are_cut_into_segments() -> None:
 
 @pytest.mark.parametrize("form", [{"is_gated": True}, {"has_silu": True}])
 def test_a_chunk_is_its_tokens_one_by_one(form: dict[str, Any]) -> None:
-    """Of both operations in plain torch."""
+    """Of all operations in plain torch."""
     generator, rows = torch.Generator().manual_seed(3), rows_of((0, 70), (77, 3))
     made = convolution(20, 3, torch.float32, biased=True, **form)
     x = torch.randn(75, made.inputs, generator=generator)
@@ -63,22 +69,32 @@ def test_a_chunk_is_its_tokens_one_by_one(form: dict[str, Any]) -> None:
     rule = delta_rule(2, 2, 8, 12, torch.float32)
     inputs = DeltaInputs(*(torch.randn(75, n, generator=generator) for n in (sum(rule.parts), 48, 4, 4)))
     matrices = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
-    before = [each.read() for each in (states, matrices)]
-    found = PlainPrompts(rows).convolve(x, states, made), PlainPrompts(rows).advance_delta(inputs, matrices, rule)
-    after = [each.read() for each in (states, matrices)]
-    for each, old in zip((states, matrices), before, strict=True):
+    space = state_space((4, 12, 2, 8), torch.float32)
+    widths = sum(space.parts), len(space.weight), 4
+    given = StateSpaceInputs(*(torch.randn(75, n, generator=generator) for n in widths))
+    spaces = scattered(StateTensor(0, RECURRENT, space.state, torch.float32), 2, generator)
+    every = states, matrices, spaces
+    before = [each.read() for each in every]
+    over = PlainPrompts(rows)
+    found = over.convolve(x, states, made), over.advance_delta(inputs, matrices, rule)
+    of_space = over.advance_state_space(given, spaces, space)
+    after = [each.read() for each in every]
+    for each, old in zip(every, before, strict=True):
         old[0] = 0  # the first row begins
         each.write(old)
     for row, (first, count) in enumerate(((1, 70), (72, 3))):
         for token in range(first, first + count):
             one = slice(token, token + 1)
-            own = [scattered_row(each, row) for each in (states, matrices)]
+            own = [scattered_row(each, row) for each in every]
             want = PlainOperations().convolve(x[one], own[0], made)
             torch.testing.assert_close(found[0][one], want, rtol=1e-5, atol=1e-5)
             parts = (each[one] for each in (inputs.mixed, inputs.gate, inputs.beta, inputs.decay))
             want = PlainOperations().advance_delta(DeltaInputs(*parts), own[1], rule)
             torch.testing.assert_close(found[1][one], want, rtol=1e-3, atol=1e-4)
-    for each, got in zip((states, matrices), after, strict=True):
+            spaced = StateSpaceInputs(*(each[one] for each in (given.mixed, given.gate, given.time_steps)))
+            want = PlainOperations().advance_state_space(spaced, own[2], space)
+            torch.testing.assert_close(of_space[one], want, rtol=1e-3, atol=1e-4)
+    for each, got in zip(every, after, strict=True):
         torch.testing.assert_close(got, each.read(), rtol=1e-4, atol=1e-5)
 
 
@@ -110,6 +126,9 @@ def test_kernels_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.d
         made = convolution(70, 3, dtype, biased=kept is None, **form)
         assert compare_prompt_convolution(operations, made, dtype, kept if dtype == torch.float32 else None) == ""
     assert compare_prompt_delta(operations, delta_rule(*sizes, dtype), dtype, kept) == ""
+    for shape in ((4, 20, 2, 24), (1, 16, 1, 70)):
+        space = replace(state_space(shape, dtype), normalises=shape[0] > 1)
+        assert compare_prompt_space(operations, space, dtype, kept) == ""
 
 
 @pytest.mark.gpu
@@ -132,7 +151,21 @@ def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     for kept in (None, torch.bfloat16, torch.float16):
         for sizes in ((16, 2, 128, 128), (3, 1, 24, 40)):
             assert compare_prompt_delta(operations, there(delta_rule(*sizes, dtype)), dtype, kept) == ""
+        for shape in ((48, 64, 1, 128), (128, 64, 8, 128), (4, 24, 2, 40), (8, 64, 1, 256)):
+            assert compare_prompt_space(operations, state_space(shape, dtype, place), dtype, kept) == ""
         own = kept if dtype == torch.float32 else None
         for form in ({"is_gated": True}, {"has_silu": True}):
             made = there(convolution(1030, 3, dtype, biased=True, **form))
             assert compare_prompt_convolution(operations, made, dtype, own) == ""
+
+
+def test_time_steps_of_prompts_have_limits() -> None:
+    """As transformers limits them: with a step of 0.5 everywhere, time steps make no difference."""
+    rows, generator = rows_of((0, 70)), torch.Generator().manual_seed(4)
+    space = replace(state_space((2, 8, 1, 8), torch.float32), limits=(0.5, 0.5))
+    mixed, gate, *steps = (torch.randn(72, n, generator=generator) for n in (32, 16, 2, 2))
+    found = []
+    for each in steps:
+        states = scattered(StateTensor(0, RECURRENT, space.state, torch.float32), 1, torch.Generator().manual_seed(5))
+        found.append(PlainPrompts(rows).advance_state_space(StateSpaceInputs(mixed, gate, each), states, space))
+    assert torch.equal(*found) and bool(found[0].any())

@@ -60,6 +60,14 @@ ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_g
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA_2, "mamba_n_heads": 16, "num_hidden_layers": 2, "attn_layer_indices": [1]},
     "deepseek_v3": {**LATENTS, **ROUTED, "first_k_dense_replace": 0},  # and rotary keys of 64
+    "jamba": {
+        "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+    },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {
         **LINEAR_HEADS,
@@ -70,6 +78,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 RECURRENT = {
     "kvforge.worker.cpu.convolution_kernel": "lfm2",
     "kvforge.worker.cpu.delta_kernel": "qwen3_5",
+    "kvforge.worker.cpu.selective_kernel": "jamba",
     "kvforge.worker.cpu.state_space_kernel": "bamba",
 }  # models with steps that run a kernel
 SHAPES_OF_LATENTS = (  # of the portable kernels, and of Hopper's
@@ -226,8 +235,10 @@ def model_of(kernel: Kernel) -> str:
         return "gemma2"
     if kernel.name == "xielu_kernel":
         return "apertus"
-    if kernel.module == "kvforge.worker.kernels.state_space_kernels":
+    if kernel.module.endswith(("state_space_kernels", "prompt_state_space")):
         return "bamba"
+    if kernel.name in ("selective_kernel", "selective_scan_kernel"):
+        return "jamba"
     if kernel.name == "convolve_kernel" or kernel.module.endswith("prompt_convolution"):
         return "lfm2"
     if kernel.name in ("delta_kernel", "gated_norm_kernel") or kernel.module.endswith("prompt_delta"):

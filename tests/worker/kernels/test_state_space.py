@@ -45,7 +45,9 @@ def test_kernels_are_plain_torchs(
     rows: int,
     kept: torch.dtype | None,
 ) -> None:
-    assert compare_state_space(operations, state_space(sizes, dtype), dtype, rows, kept) == ""
+    for normalises in (True, False):
+        space = replace(state_space(sizes, dtype), normalises=normalises)
+        assert compare_state_space(operations, space, dtype, rows, kept) == ""
 
 
 @pytest.mark.parametrize("operations", ["Triton"], indirect=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from kvforge.worker.device.device import open_device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import SLAB, choose_operations, fused, row_counts
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.linear import FEW, choose_tiles
-from kvforge.worker.kernels.steady import same_bits, unsteady_products
+from kvforge.worker.kernels.plain import PlainOperations
+from kvforge.worker.kernels.recurrent import MixerStep
+from kvforge.worker.kernels.steady import same_bits, unsteady_products, unsteady_steps
 from kvforge.worker.loading.determinism import make_batch_invariant
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import wide_model
@@ -106,3 +109,24 @@ def test_a_long_row_is_never_multiplied_by_itself() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert len(row_counts.padded(torch.ones(1, 1536, dtype=dtype))) == 2
         assert len(row_counts.padded(torch.ones(1, 1024, dtype=dtype))) == 1
+
+
+def test_a_product_in_a_recurrent_layer_that_depends_on_the_rows_is_found(
+    cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = [torch.randn(shape, generator=generator) for shape in ((12, 40), (40, 4))]
+
+    class Step:
+        products = tuple(weights)
+
+    operations, steps = PlainOperations(), [cast(MixerStep, Step())]
+    assert unsteady_steps(operations, steps, cpu) == ""
+    multiply = PlainOperations.linear
+
+    def planted(self: PlainOperations, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        return multiply(self, x, *given) * (1 + 1e-6 * (len(x) == 3))
+
+    monkeypatch.setattr(PlainOperations, "linear", planted)
+    found = unsteady_steps(operations, steps, cpu)
+    assert found.startswith("a product of 12 numbers in a recurrent layer of 3 tokens has other bits")
