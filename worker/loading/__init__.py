@@ -29,7 +29,8 @@ from . import lazy_compiler as lazy_compiler  # before the files below import tr
 from .build import build
 from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint
-from .progress import Progress, gguf_read_once
+from .gguf_reading import gguf_read_once
+from .progress import Progress
 from .rope import context_tokens
 from .sampling_defaults import model_sampling
 from .source import LOAD_FORMATS, MODEL_CONFIGS, Source, find_source, known_configs

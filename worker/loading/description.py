@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
@@ -16,6 +17,10 @@ def _always(_attention: Any) -> bool:
 
 def _unscaled(_attention: Any) -> None:
     return None
+
+
+def _no_factors(_layer: Any) -> LayerFactors:
+    return NO_FACTORS
 
 
 def _own(_decoder: Any, _layer: int) -> None:
@@ -160,6 +165,8 @@ class Family:
         is_query_gated: Whether each head's rows of Q are followed by rows of a gate, whose sigmoid is a factor of the
             head's result.
         mixers: Modules with a recurrent state, one of which a layer has in place of attention; see `mixers`.
+        mixes_beside: Whether a layer has it beside attention.
+        factors: Factors within a layer.
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         value_norm: Norm of V; "": none.
@@ -200,6 +207,8 @@ class Family:
     output: str = "o_proj"
     is_query_gated: bool = False
     mixers: tuple[str, ...] = ()
+    mixes_beside: bool = False
+    factors: Callable[[Any], LayerFactors] = _no_factors
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     value_norm: str = ""

@@ -8,7 +8,8 @@ import torch
 
 from kvforge.worker.attention import PLAIN
 from kvforge.worker.kernels import SLAB, LayerOperations
-from kvforge.worker.kernels.steady import unsteady_products
+from kvforge.worker.kernels.recurrent_selftest import steps_of
+from kvforge.worker.kernels.steady import unsteady_products, unsteady_steps
 
 from .model import LoadedModel
 from .probe import attending
@@ -44,11 +45,11 @@ def make_batch_invariant(model: LoadedModel, operations: LayerOperations) -> str
         return FAST
     if attends_in_plain_torch(model):
         return "attention in plain torch sums in an order that depends on the rows of a step"
-    problem = _unsteady(model)
+    problem = _unsteady(model, operations)
     if problem and getattr(operations, "slab", None) == 0:
         log.warning("%s: all products are computed %d rows at a time", problem, SLAB)
         operations.slab = SLAB  # type: ignore[attr-defined]
-        problem = _unsteady(model)
+        problem = _unsteady(model, operations)
     return problem
 
 
@@ -65,12 +66,14 @@ def attends_in_plain_torch(model: LoadedModel) -> bool:
     )
 
 
-def _unsteady(model: LoadedModel) -> str:
+def _unsteady(model: LoadedModel, operations: LayerOperations) -> str:
     """Test the model, and return the first problem that any rank found; "" if there is none."""
     if model.fused is not None:
         problem = unsteady_products(model.fused, model.device)
         if not problem and model.geometry.states:
-            problem = unsteady_mixers(model)
+            problem = unsteady_mixers(model) or unsteady_steps(operations, steps_of(model.fused), model.device)
     elif problem := unsteady_rows(model):
         problem = f"the layers of {model.info.architecture} are transformers' own: {problem}"
+    else:
+        problem = unsteady_steps(operations, [*model.context.steps.values()], model.device)
     return problem if model.ranks is None else next(filter(None, model.ranks.texts(problem)), "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvforge.worker.kernels.layer_weights import LayerFactors
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
@@ -98,6 +99,17 @@ def _softmax_in_groups(config: Any) -> Router:
         groups_chosen=config.topk_group if grouped else 1,
         group_best=1,
         scaling=config.routed_scaling_factor,
+    )
+
+
+def _factors_of_falcon_h1(layer: Any) -> LayerFactors:
+    return LayerFactors(
+        attention_input=layer.attention_in_multiplier,
+        key=layer.self_attn.key_multiplier,
+        attended=layer.attn_out_multiplier,
+        mixed=layer.ssm_out_multiplier,
+        gate=layer.feed_forward.gate_multiplier,
+        fed=layer.feed_forward.down_multiplier,
     )
 
 
@@ -213,6 +225,13 @@ _LFM2 = Family(
     final_norm="embedding_norm",
 )
 _BAMBA = Family(inner_norm="pre_ff_layernorm", mixers=("mamba",), feed="feed_forward", final_norm="final_layernorm")
+_FALCON_H1 = replace(
+    _BAMBA,
+    mixes_beside=True,
+    factors=_factors_of_falcon_h1,
+    embedding_scale="embedding_multiplier",
+    logit_scale="lm_head_multiplier",
+)
 _HUNYUAN = Family(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
 
 # By the folder in transformers.models and the class of the model.
@@ -237,6 +256,7 @@ FAMILIES = {
             _softmax_with_least_sum, choice_bias="gate.moe_statics.e_score_correction_bias", shared="shared_experts"
         ),
     ),
+    "falcon_h1.FalconH1ForCausalLM": _FALCON_H1,
     "gemma.GemmaForCausalLM": Family(),
     "gemma2.Gemma2ForCausalLM": _GEMMA2,
     "gemma3.Gemma3ForCausalLM": _GEMMA2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvforge.worker.attention import PagedAttention, PagedBatch
 from kvforge.worker.attention.pool import KvPool
-from kvforge.worker.kernels.recurrent import MixerStep, StateOperations
+from kvforge.worker.kernels.recurrent import MixerStep, StepOperations
 
 from .single_tokens import SingleTokens
 
@@ -30,4 +30,4 @@ class ForwardContext:
         self.batch: PagedBatch | None = None
         self.pool: KvPool | None = None
         self.steps: dict[int, MixerStep] = {}
-        self.operations: StateOperations | None = None
+        self.operations: StepOperations | None = None

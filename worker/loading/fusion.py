@@ -17,6 +17,7 @@ changes no product of a query and a key.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def fuse(
     layers = tuple(
         _mixing_layer(layer, found, parts, packer, ranks is not None)
         if found.mixes
-        else _fuse_layer(layer, next(attending), found, parts, packer)
+        else _fuse_layer(layer, next(attending), found, parts, packer, ranks is not None)
         for layer, found in zip(module.model.layers, parts.layers, strict=True)
     )
     return FusedDecoder(
@@ -156,8 +157,14 @@ def _head(module: Any, packer: WeightPacker | None) -> tuple[Projection, PackedT
 
 
 def _fuse_layer(
-    layer: Any, options: AttentionOptions, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None
+    layer: Any,
+    options: AttentionOptions,
+    found: LayerParts,
+    parts: DecoderParts,
+    packer: WeightPacker | None,
+    is_split: bool,
 ) -> FusedLayer:
+    """Make a layer that attends. is_split: whether ranks divide it."""
     family, attention = parts.family, layer.self_attn
     if found.latent is not None:
         return _fuse_latent_layer(layer, options, found, found.latent, parts, packer)
@@ -199,6 +206,8 @@ def _fuse_layer(
         token_block=_token_block(layer, found, family.token_blocks, packer),
         output_scale=found.output_scale,
         is_query_gated=family.is_query_gated,
+        mixer=BoundMixer(family.mixer_of(layer), is_split) if family.mixes_beside else None,
+        factors=found.factors,
     )
 
 
@@ -269,7 +278,7 @@ def _feed(
 ) -> FeedForward | MixtureOfExperts:
     feed = parts.family.feed_of(layer)
     if found.mixture is None:
-        return _feed_forward(feed, found.activation, parts, packer)
+        return replace(_feed_forward(feed, found.activation, parts, packer), gate_factor=found.factors.gate)
     shared = parts.family.shared_of(layer, feed) if found.mixture.is_shared else None
     dense = None if shared is None else _feed_forward(shared, found.activation, parts, packer)
     return _mixture(feed, found.mixture, dense, packer)

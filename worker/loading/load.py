@@ -43,11 +43,12 @@ from .families import counts_positions, latent_of, needs_description
 from .fingerprint import fingerprint, joined_digest
 from .forward_context import ForwardContext
 from .fusion import fuse, is_known
+from .gguf_reading import gguf_read_once
 from .library_errors import sentence
 from .mixers import described_steps, mixers_of
 from .model import LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
-from .progress import Progress, gguf_read_once
+from .progress import Progress
 from .quantisation import Packer, Quantisation, WeightPacker, choose_quantisation
 from .rope import context_tokens
 from .row_independence import first_experts, make_mixers_steady, make_rows_steady

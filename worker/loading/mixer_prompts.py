@@ -11,12 +11,24 @@ from dataclasses import dataclass
 import torch
 
 from kvforge.worker.attention import PagedBatch
-from kvforge.worker.kernels.prompt_rows import PromptRows, prompt_rows
-from kvforge.worker.kernels.recurrent import ConvolutionStep, DeltaStep, MixerStep, StateOperations
+from kvforge.worker.attention.mixed_batch import MixedBatch
+from kvforge.worker.kernels.prompt_rows import PromptRows, fixed_prompt_rows, prompt_rows
+from kvforge.worker.kernels.recurrent import (
+    ConvolutionStep,
+    DeltaStep,
+    MixerStep,
+    StateOperations,
+    StateSpaceStep,
+    StepOperations,
+    form_of_prompts,
+)
+from kvforge.worker.kernels.selective_step import SelectiveStep
 
 from .mixer_waves import Wave
 
-Described = ConvolutionStep | DeltaStep  # steps whose operations have a form for prompts
+Described = (
+    ConvolutionStep | DeltaStep | StateSpaceStep | SelectiveStep
+)  # steps whose operations have a form for prompts
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,11 @@ def prompts_of(batch: PagedBatch, wave: Wave) -> PromptWave:
     """Return the rows that a wave's mixers compute alone."""
     key = ("prompts of mixers", tuple(wave.alone))
     if key not in batch.plans:
+        if isinstance(batch, MixedBatch):
+            assert batch.state_pages is not None, "a static batch without the pages of its rows' states"
+            own = batch.state_pages[: batch.size.prompts]
+            batch.plans[key] = PromptWave(fixed_prompt_rows(batch), own)
+            return batch.plans[key]
         assert batch.states is not None, "a step without the pages of its rows' states"
         upload, rows = batch.device.upload, wave.alone
         made = prompt_rows(batch.starts[rows], batch.query_starts[rows], batch.counts[rows], upload)
@@ -55,7 +72,7 @@ class ChunkedPrompts:
     """
 
     step: MixerStep
-    operations: StateOperations
+    operations: StepOperations
     batch: PagedBatch
 
     def operations_of(self, wave: Wave, dtype: torch.dtype) -> StateOperations | None:
@@ -67,5 +84,5 @@ class ChunkedPrompts:
         """
         if not wave.alone or not isinstance(self.step, Described):
             return None
-        form = self.operations.for_prompts(dtype)
+        form = form_of_prompts(self.step, self.operations, dtype)
         return None if form is None else form(prompts_of(self.batch, wave).rows)

@@ -8,8 +8,12 @@ own layers (`verification`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.recurrent import (
     Convolution,
     ConvolutionStep,
@@ -18,6 +22,8 @@ from kvforge.worker.kernels.recurrent import (
     MixerStep,
     StateSpaceStep,
 )
+from kvforge.worker.kernels.selective import SelectiveSpace
+from kvforge.worker.kernels.selective_step import SelectiveStep
 from kvforge.worker.kernels.state_space import StateSpace
 
 
@@ -52,27 +58,75 @@ def _gated_delta(mixer: Any) -> MixerStep | None:
 
 
 def _mamba_2(mixer: Any) -> MixerStep | None:
-    """As transformers' step of one token, which leaves time steps without limits."""
+    """As transformers' step of one token, which leaves time steps without limits; those of prompts have some."""
     if mixer.activation != "silu" or mixer.norm.group_size * mixer.n_groups != mixer.intermediate_size:
-        return None  # another activation, or a group whose norm several ranks share
+        return None  # another activation, or a norm that ranks share
+    return _space_step(mixer, mixer.norm.weight.detach(), mixer.norm.variance_epsilon)
+
+
+def _space_step(mixer: Any, weight: torch.Tensor | None, epsilon: float) -> StateSpaceStep:
+    """Describe Mamba 2. weight: of the norm; None: there is none."""
+    convolution = _convolution(mixer.conv1d, has_silu=True)
     space = StateSpace(
         mixer.n_groups,
         mixer.ssm_state_size,
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float(),
         mixer.D.detach().float(),
-        mixer.norm.weight.detach(),
-        mixer.norm.variance_epsilon,
+        convolution.weight.new_ones(mixer.intermediate_size) if weight is None else weight,
+        epsilon,
+        normalises=weight is not None,
+        limits=tuple(mixer.time_step_limit),
     )
-    return StateSpaceStep(_convolution(mixer.conv1d, has_silu=True), space, "in_proj")
+    return StateSpaceStep(convolution, space, "in_proj")
+
+
+def _falcon_h1(mixer: Any) -> MixerStep | None:
+    """Mamba 2 with factors of its projections, and a norm in some models."""
+    norm, has_norm = mixer.norm, mixer.mamba_rms_norm
+    if mixer.activation != "silu" or (has_norm and (norm.norm_before_gate or "forward" in vars(norm))):
+        return None  # another activation, another order, or a norm that ranks share
+    step = _space_step(mixer, norm.weight.detach() if has_norm else None, mixer.layer_norm_epsilon)
+    factors = mixer.mup_vector.detach().flatten().to(mixer.in_proj.weight.dtype)
+    return step if bool((factors == 1).all()) else replace(step, factors=factors)
+
+
+def _mamba_1(mixer: Any) -> MixerStep | None:
+    if mixer.activation != "silu" or mixer.x_proj._forward_hooks:
+        return None  # another activation, or ranks that add up this projection
+    convolution = _convolution(mixer.conv1d, has_silu=True)
+    selective = SelectiveSpace(
+        -mixer.A_log.detach().float().exp(),
+        mixer.dt_proj.bias.detach().float(),
+        mixer.D.detach().float(),
+    )
+    shared, time_steps = mixer.x_proj.weight.detach(), mixer.dt_proj.weight.detach()
+    return SelectiveStep(convolution, selective, "in_proj", shared, time_steps, _norms_of_mamba_1(mixer))
+
+
+def _norms_of_mamba_1(mixer: Any) -> tuple[Norm, Norm, Norm] | None:
+    """Describe the norms of Jamba, with weights, and of Falcon-Mamba, without."""
+    if not hasattr(mixer, "dt_layernorm"):
+        return None
+    made = []
+    for name, size in (("dt", mixer.time_step_rank), ("b", mixer.ssm_state_size), ("c", mixer.ssm_state_size)):
+        norm, like = getattr(mixer, f"{name}_layernorm"), mixer.x_proj.weight
+        has_weight = "weight" in norm._parameters
+        weight = norm.weight.detach() if has_weight else like.new_ones(size)
+        made.append(Norm(weight, norm.variance_epsilon if has_weight else norm.eps))
+    return made[0], made[1], made[2]
 
 
 # By the folder in transformers.models and the class of the mixer.
 STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "bamba.BambaMixer": _mamba_2,
+    "falcon_h1.FalconH1Mixer": _falcon_h1,
+    "falcon_mamba.FalconMambaMixer": _mamba_1,
     "granitemoehybrid.GraniteMoeHybridMambaLayer": _mamba_2,
+    "jamba.JambaMambaMixer": _mamba_1,
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
+    "mamba.MambaMixer": _mamba_1,
     "mamba2.Mamba2Mixer": _mamba_2,
     "nemotron_h.NemotronHMamba2Mixer": _mamba_2,
     "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.mixed_batch import MixedBatch
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ def waves(batch: PagedBatch, steps: bool) -> list[Wave]:
 def _waves(batch: PagedBatch, steps: bool) -> list[Wave]:
     if batch.state_pages is not None:  # a graph reads them as they will be
         assert steps, "a graph of a mixer that runs row by row"
+        if isinstance(batch, MixedBatch):
+            prompts = batch.size.prompts
+            decodes = list(range(prompts, batch.size.rows))
+            return [Wave(list(range(prompts)), decodes or None, None, batch.state_pages[prompts:])]
         return [Wave([], list(range(len(batch.state_pages))), None, batch.state_pages)]
     assert batch.states is not None, "a step without the pages of its rows' states"
     together = batch.generated & (batch.starts > 0) & steps

@@ -28,14 +28,15 @@ from typing import Any, Self, cast
 import torch
 import transformers
 
-from kvforge.protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel, WorkerError
 from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.mixed_batch import MixedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.states import StateRows, StateTensor
-from kvforge.worker.kernels.recurrent import MixerStep, StateOperations
+from kvforge.worker.kernels.recurrent import MixerStep, StepOperations, form_of_prompts
 
 from .forward_context import ForwardContext
-from .mixer_prompts import ChunkedPrompts, prompts_of
+from .mixer_prompts import ChunkedPrompts, Described, prompts_of
 from .mixer_steps import step_of
 from .mixer_waves import waves
 from .projections import JoinedTokens, ProjectionFinder, Projections
@@ -45,6 +46,7 @@ MIXING = "kvforge_mixing"
 RECURRENT = "update_recurrent_state("
 CALLS = ("update_conv_state(", RECURRENT)
 CONTINUES = "initial_state"  # an argument of every form for a chunk that continues a state
+FACTOR = "ssm_in_multiplier"  # of a mixer's input before its first projection (Falcon-H1)
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a mixer's argument: since 5.24, and before
 FIRST_VERSION = "5.21"  # of transformers, with the cache's interface
 
@@ -217,7 +219,7 @@ class Recorder:
         mix = _mixing(part)
 
         def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            held, finder = RowCache(), ProjectionFinder(part)
+            held, finder = RowCache(), ProjectionFinder(part, getattr(part, FACTOR, None))
             mixed = mix(hidden_states, held)
             self._found[index] = held.state
             self.projections[index] = finder.found(hidden_states, mixed)
@@ -281,12 +283,16 @@ class BoundMixer:
         self._context: ForwardContext = binding.context
         self.step = _described_step(part)
 
+    def runs_prompts(self, operations: StepOperations, dtype: torch.dtype) -> bool:
+        """Implement `Mixer.runs_prompts`."""
+        return isinstance(self.step, Described) and form_of_prompts(self.step, operations, dtype) is not None
+
     def __call__(
-        self, operations: StateOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
+        self, operations: StepOperations, normed: torch.Tensor, batch: PagedBatch, pool: KvPool
     ) -> torch.Tensor:
         """Implement `Mixer`."""
         self._context.batch, self._context.pool, self._context.as_part = batch, pool, self._as_part
-        step = None if self.step is None else partial(self.step.run, operations)
+        step = None if self.step is None else partial(self.step.run, operations, operations)
         prompts = None if self.step is None else ChunkedPrompts(self.step, operations, batch)
         try:
             mixed: torch.Tensor = self._part(normed[None], step=step, prompts=prompts)
@@ -343,7 +349,9 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
     ) -> torch.Tensor:
         context = binding.context
         if step is None and binding.index in context.steps and context.operations is not None:
-            step = partial(context.steps[binding.index].run, context.operations)
+            step = partial(context.steps[binding.index].run, context.operations, context.operations)
+            if prompts is None and context.batch is not None and context.steps[binding.index].selective is not None:
+                prompts = ChunkedPrompts(context.steps[binding.index], context.operations, context.batch)
         if context.batch is not None:
             return _mixed(binding, mix, hidden_states, step, prompts)
         if context.single_tokens is not None:
@@ -374,6 +382,9 @@ def _mixed(
     assert batch is not None and pool is not None, "a mixer outside LoadedModel.forward"
     assert batch.states is not None and pool.states is not None, "a step without the pages of its rows' states"
     cuts_blocks = pool.block_size % binding.chunk != 0  # otherwise no full block lies in an incomplete chunk
+    if isinstance(batch, MixedBatch):
+        assert step is not None and prompts is not None, "a graph of a mixer that runs row by row"
+        return _mixed_in_graph(binding, hidden, step, prompts, batch, pool)
     parts: dict[int, list[torch.Tensor]] = {}
     with binding.projections.over(hidden) as tokens:
         for wave in waves(batch, step is not None):
@@ -387,7 +398,7 @@ def _mixed(
             if prompts is not None and chunked is not None:
                 states = partial(pool.states.rows, binding.index, pages=prompts_of(batch, wave).pages)
                 every = {name: each[0] for name, each in tokens.projected.items()}
-                found = prompts.step.run(chunked, every, states)[None]
+                found = prompts.step.run(chunked, prompts.operations, every, states)[None]
                 if len(wave.alone) == len(batch.counts):
                     return tokens.result([found], as_part)
                 places = [slice(*batch.query_starts[row : row + 2].tolist()) for row in wave.alone]
@@ -396,6 +407,30 @@ def _mixed(
             for row in wave.alone:
                 parts[row] = _mixed_alone(binding, mix, tokens, row, cuts_blocks)
     return tokens.result([part for row in sorted(parts) for part in parts[row]], as_part)
+
+
+def _mixed_in_graph(
+    binding: MixerBinding, hidden: torch.Tensor, step: Step, prompts: ChunkedPrompts, batch: MixedBatch, pool: KvPool
+) -> torch.Tensor:
+    """Run a mixer as `_mixed` does over a static batch of prompt rows and decodes: every shape follows from its sizes.
+
+    Raises:
+        WorkerError: The device has no kernels for its prompts: the host would run them row by row.
+    """
+    assert pool.states is not None, "a model without recurrent states"
+    (wave,) = waves(batch, True)
+    chunked = prompts.operations_of(wave, hidden.dtype)
+    if chunked is None:
+        raise WorkerError("prompts of its recurrent layers run row by row")
+    with binding.projections.over(hidden) as tokens:
+        every = {name: each[0] for name, each in tokens.projected.items()}
+        states = partial(pool.states.rows, binding.index, pages=prompts_of(batch, wave).pages)
+        found = prompts.step.run(chunked, prompts.operations, every, states)
+        if wave.stepping is not None:
+            first = batch.size.prompt_tokens
+            behind = partial(pool.states.rows, binding.index, pages=wave.pages)
+            found[first:] = step({name: each[first:] for name, each in every.items()}, behind)
+        return tokens.result([found[None]], binding.context.as_part)
 
 
 def _mixed_alone(

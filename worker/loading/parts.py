@@ -11,7 +11,7 @@ import torch
 from kvforge.worker.device.target import HEAD_UNIT
 from kvforge.worker.kernels import HIDDEN_MAX
 from kvforge.worker.kernels.activations import NAMES, SILU, Activation
-from kvforge.worker.kernels.layer_weights import HeadNorms, Norm
+from kvforge.worker.kernels.layer_weights import NO_FACTORS, HeadNorms, LayerFactors, Norm
 from kvforge.worker.kernels.positions import QueryScale, RotaryTable
 
 from .coded_parts import CodedLinear
@@ -61,6 +61,7 @@ class LayerParts:
     head_size: int = 0
     latent: LatentParts | None = None
     mixes: bool = False
+    factors: LayerFactors = NO_FACTORS
 
     @property
     def can_be_split(self) -> bool:
@@ -213,7 +214,8 @@ def _blocks(layer: Any, decoder: Any, family: Family) -> LayerParts:
         beside=_beside(layer, family.beside, config, hidden),
         token_norm=_token_norm(layer, family.token_blocks, hidden),
         output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
-        mixes=family.mixer_of(layer) is not None,
+        mixes=family.mixer_of(layer) is not None and not family.mixes_beside,
+        factors=family.factors(layer),
     )
 
 

@@ -1,15 +1,12 @@
-"""Progress bars of transformers and gguf as fractions, and repeated work of theirs done once."""
+"""Progress bars of transformers and gguf as fractions."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-import numpy as np
 from transformers.utils import logging as transformers_logging
 
 Progress = Callable[[str, float], None]
@@ -93,48 +90,6 @@ def bars_to(progress: Progress, passes: int = 1) -> Iterator[ProgressBars]:
         transformers_logging.set_tqdm_hook(previous)
         if drawn is not None:
             gguf.tqdm = drawn
-
-
-@contextlib.contextmanager
-def gguf_read_once() -> Iterator[None]:
-    """Make transformers parse a GGUF file once. Wrap `read_config` and `build` with it.
-
-    transformers reads the file for the configuration and again for the weights, and rebuilds the table of tensor names
-    for every module, which takes longer the more layers there are.
-    """
-    try:
-        import gguf
-    except ImportError:  # only GGUF files need it
-        yield
-        return
-
-    array, string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
-
-    class Reader(gguf.GGUFReader):
-        data: Any
-
-        def _build_fields(self, *arguments: Any) -> Any:
-            # Parsing slices the vocabulary into pieces; slices of a memmap are slow memmaps again.
-            self.data = np.asarray(self.data)
-            return super()._build_fields(*arguments)
-
-        def _get_field_parts(self, offset: int, kind: int) -> Any:
-            # A model needs only the size of the vocabulary. An array per string takes 85 MB, so all are read as empty.
-            if kind != array or self.data[offset : offset + 4].view(np.uint32)[0] != string:
-                return super()._get_field_parts(offset, kind)
-            count, end = int(self.data[offset + 4 : offset + 12].view(np.uint64)[0]), offset + 12
-            octets = memoryview(self.data)
-            for _ in range(count):
-                end += 8 + int.from_bytes(octets[end : end + 8], sys.byteorder)
-            return end - offset, [np.empty(0, np.uint8)], [0] * count, [array, string]
-
-    made = {"GGUFReader": functools.cache(Reader), "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map)}
-    kept = {name: getattr(gguf, name) for name in made}
-    vars(gguf).update(made)
-    try:
-        yield
-    finally:
-        vars(gguf).update(kept)
 
 
 def _gguf_module() -> Any:

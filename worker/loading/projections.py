@@ -65,11 +65,13 @@ class Projections:
         inputs: Linear parts that the mixer calls with its own input.
         output: The Linear part that returns the mixer's result; None: there is none.
         joined: The inputs as one product; None: they are not joined.
+        factor: The mixer's factor of its input before these parts.
     """
 
     inputs: tuple[Place, ...] = ()
     output: Place | None = None
     joined: JoinedInputs | None = None
+    factor: float = 1.0
 
     def join(self, linear: Callable[[torch.nn.Parameter], Any]) -> None:
         """Lay the weights of the inputs into one matrix, if they have no bias; the modules then have views of it.
@@ -104,7 +106,8 @@ class Projections:
         tokens = JoinedTokens(hidden, None if self.output is None else self.output.module)
         kept = [(place, place.module) for place in self.inputs]
         try:
-            computed = self._computed([module for _, module in kept], hidden)
+            scaled = hidden if self.factor == 1.0 else hidden * self.factor
+            computed = self._computed([module for _, module in kept], scaled)
             for (place, _), projected in zip(kept, computed, strict=True):
                 tokens.projected[place.name] = projected
                 place.put(_Computed(tokens, projected))
@@ -171,9 +174,11 @@ class ProjectionFinder:
 
     Args:
         mixer: The mixer.
+        factor: Its factor of its input; None: it has none.
     """
 
-    def __init__(self, mixer: Any) -> None:
+    def __init__(self, mixer: Any, factor: float | None = None) -> None:
+        self._factor = factor
         self._calls: list[tuple[Place, Any, Any]] = []
         self._hooks = [
             child.register_forward_hook(self._noting(Place(owner, name)))
@@ -199,5 +204,11 @@ class ProjectionFinder:
             hook.remove()
         often = [place for place, _, _ in self._calls]
         once = [(place, got, made) for place, got, made in self._calls if often.count(place) == 1]
-        inputs = tuple(place for place, got, made in once if got is given and made is not result)
-        return Projections(inputs, next((place for place, _, made in once if made is result), None))
+        inputs = tuple(place for place, got, made in once if self._is_input(got, given) and made is not result)
+        output = next((place for place, _, made in once if made is result), None)
+        return Projections(inputs, output, factor=1.0 if self._factor is None else self._factor)
+
+    def _is_input(self, got: Any, given: torch.Tensor) -> bool:
+        if got is given or self._factor is None:
+            return got is given
+        return isinstance(got, torch.Tensor) and not got.is_meta and torch.equal(got, given * self._factor)

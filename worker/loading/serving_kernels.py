@@ -8,6 +8,7 @@ from kvforge.worker.attention import AttentionOptions, ReferenceAttention
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.kernels import PlainOperations
 from kvforge.worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
+from kvforge.worker.kernels.recurrent import form_of_prompts
 from kvforge.worker.kernels.recurrent_selftest import steps_of
 from kvforge.worker.kernels.stored import code_name
 
@@ -58,9 +59,10 @@ def _states(model: LoadedModel) -> str:
     if isinstance(operations, PlainOperations):
         by = "Numba" if operations.kernels else "plain torch"
     own = "" if len(steps) == layers else f", {layers - len(steps)} of them transformers' own"
-    chunked = model.fused is not None and model.fused.operations.for_prompts(model.dtype) is not None
-    chunked = chunked and any(isinstance(each, Described) for each in steps)
-    prompts = f"{by}, in chunks" if chunked else "transformers' own"
+    served = [each for each in steps if isinstance(each, Described) and (each.selective or model.fused is not None)]
+    chunked = operations is not None and any(form_of_prompts(each, operations, model.dtype) for each in served)
+    how = "token by token" if steps[0].selective is not None else "in chunks"
+    prompts = f"{by}, {how}" if chunked else "transformers' own"
     return f"generated tokens: {by}, all rows together; prompts: {prompts}; {layers} layers{own}"
 
 

@@ -16,9 +16,15 @@ class SingleTokens:
     for all tokens of a batch at once: they run in every batch. The rest of a mixer is given one token, so its result
     follows from the bits of the token and of its projections, and is found again by them. Batches of one token are
     mixed each time: they show whether the rest depends on the place of a token in memory.
+
+    Args:
+        alone: One rank has the whole model. Several may exchange numbers within a mixer (a shared group's mean squares,
+            sums of Mamba 1), so that a result does not follow from this rank's bits. All must mix equally often, even
+            if the bits of one rank differ: then every token is mixed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
         self._known: dict[tuple[int, bytes], torch.Tensor] = {}
 
     def mixed(
@@ -29,8 +35,7 @@ class SingleTokens:
         Args:
             index: The mixer's index.
             mix: Runs it over one token, [1, 1, hidden size].
-            projections: Its projections. Without a last one, a mixer may add up parts of several ranks, which all ranks
-                must do as often: then every token is mixed.
+            projections: Its projections.
             hidden: [1, tokens, hidden size].
 
         Returns:
@@ -38,7 +43,7 @@ class SingleTokens:
         """
         count, parts = hidden.shape[1], []
         with projections.over(hidden) as tokens:
-            known = _bits_of(tokens) if count > 1 and projections.output is not None else None
+            known = _bits_of(tokens) if count > 1 and self._alone else None
             for place in range(count):
                 key = None if known is None else (index, known[place])
                 part = None if key is None else self._known.get(key)

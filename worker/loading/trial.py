@@ -83,7 +83,7 @@ def unsteady_mixers(model: LoadedModel) -> str:
     generator = torch.Generator(device).manual_seed(rows)
     shape = (1, rows, int(model.module.config.hidden_size))
     hidden = torch.empty(shape, dtype=model.dtype, device=device).normal_(generator=generator)
-    context.single_tokens = SingleTokens()
+    context.single_tokens = SingleTokens(alone=model.ranks is None)
     try:
         for part in kinds.values():
             whole = part(hidden)
@@ -135,7 +135,7 @@ def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list
 @contextlib.contextmanager
 def _attention_left_out(model: LoadedModel) -> Iterator[None]:
     use_attention(model.module, TRIAL_NAME)
-    model.context.single_tokens = SingleTokens()
+    model.context.single_tokens = SingleTokens(alone=model.ranks is None)
     try:
         yield
     finally:

@@ -140,7 +140,7 @@ def _compare_distant_queries(model: LoadedModel) -> None:
     near = query_norms(model.module, 0, model.device)
     for first in sorted({most // 3, most}):
         far = query_norms(model.module, first, model.device)
-        attending = [layer for layer in model.fused.layers if layer.mixer is None]
+        attending = [layer for layer in model.fused.layers if layer.attends]
         for index, (layer, one, other) in enumerate(zip(attending, near, far, strict=True)):
             places = torch.arange(RECORDED_TOKENS, device=one.device)
             if layer.head_norms is not None and layer.head_norms.after_rotation:

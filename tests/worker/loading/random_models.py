@@ -138,6 +138,17 @@ FEW_EXPERTS = {
     "shared_expert_intermediate_size": 32,
 }
 MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+MULTIPLIERS = {
+    "embedding_multiplier": 1.4,
+    "lm_head_multiplier": 0.8,
+    "mlp_multipliers": [0.7, 1.2],
+    "key_multiplier": 1.3,
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 1.1,
+    "ssm_multipliers": [0.8, 1.2, 0.7, 1.3, 0.9],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+}
 FOUR = {"num_hidden_layers": 4}
 THREE_LINEAR = {**FOUR, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -155,7 +166,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     **RECURRENT,
     "bamba": ("bamba", {**MAMBA_2, "attn_layer_indices": [1], "num_hidden_layers": 3}),
-    "falcon_h1": ("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 128}),  # both in every layer
+    "falcon_h1": ("falcon_h1", {**MAMBA_2, **MULTIPLIERS, "mamba_d_ssm": 128}),  # both in every layer
     "granite": (
         "granitemoehybrid",
         {

@@ -309,7 +309,7 @@ def assert_caught(
     # test_a_described_decoder_computes_transformers_layers.
     monkeypatch.setattr(building, "foresee", lambda _module, _device: ())
     monkeypatch.setattr(building, "rehearse", lambda *_: None)
-    monkeypatch.setattr(determinism, "_unsteady", lambda _model: "")
+    monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
 
     def planted(module: Any) -> parts.DecoderParts | None:
         found = find(module)

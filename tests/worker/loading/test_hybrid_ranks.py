@@ -24,6 +24,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FUSED = (
     "bamba",
+    "falcon_h1",
+    "falcon_h1 with one group",
     "granite",
     "granite with one group",
     "jamba",

@@ -21,6 +21,7 @@ import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.worker.kernels.cpu_operations import CpuOperations
+from kvforge.worker.kernels.layer_weights import LayerFactors
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
 from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
@@ -42,9 +43,23 @@ SCHEDULES = {
 }
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
-DESCRIBED = ("bamba", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+DESCRIBED = ("bamba", "falcon_h1", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 # With kernels for generated tokens.
-STEPPING = ("bamba", "granite", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+STEPPING = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granite",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
 # transformers' float32 and the described layers are 3e-4 from float64 there.
@@ -55,7 +70,7 @@ ROUNDING, MAGNIFIED, MAGNIFIED_SHARE = 2e-5, 1e-3, 0.1
 def _unsteady_rows_are_sought_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the trial of rows alone and in company, seconds of each load, but in `test_logits_and_bits`."""
     if request.function is not test_logits_and_bits:
-        monkeypatch.setattr(determinism, "_unsteady", lambda _model: "")
+        monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
 
 
 def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +192,22 @@ def test_a_wrong_declaration_is_refused(
     monkeypatch.setitem(families.FAMILIES, kind, replace(families.FAMILIES[kind], **changed))
     model_type, fields = HYBRIDS[name]
     assert tiny(model_type, block_size=16, **fields).fused is None
+
+
+def test_each_factor_of_a_layer_counts(tiny: Callable[..., LoadedModel]) -> None:
+    """Of Falcon-H1."""
+    model_type, fields = HYBRIDS["falcon_h1"]
+    model = tiny(model_type, block_size=16, **fields)
+    assert model.fused is not None
+    verify(model)
+    for name in vars(LayerFactors()):
+        layers = []
+        for layer in model.fused.layers:
+            assert getattr(layer.factors, name) != 1.0
+            feed = replace(layer.feed, gate_factor=1.0) if name == "gate" else layer.feed
+            layers.append(replace(layer, factors=replace(layer.factors, **{name: 1.0}), feed=feed))
+        with pytest.raises(UnsupportedModel, match="differs from transformers' own"):
+            verify(replace(model, fused=replace(model.fused, layers=tuple(layers))))
 
 
 def test_a_wrong_description_of_a_step_is_refused(
@@ -398,7 +429,8 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kernels", "wanted"),
     [
-        ("jamba", True, "transformers' own: 2 layers, one row after the other"),
+        ("kimi_linear", True, "transformers' own: 3 layers, one row after the other"),
+        ("jamba", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
         ("nemotron_h", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", False, "generated tokens: plain torch, all rows together; prompts: transformers' own; 2 layers"),
@@ -446,7 +478,7 @@ def test_logits_in_parts_advance_the_state_once(
 
 PROJECTIONS = {
     "bamba": (["in_proj"], "out_proj"),
-    "falcon_h1": ([], "out_proj"),  # its input is scaled before
+    "falcon_h1": (["in_proj"], "out_proj"),  # its input is scaled before
     "falcon_mamba": (["in_proj"], "out_proj"),
     "granite": (["in_proj"], "out_proj"),
     "jamba": (["in_proj"], "out_proj"),

@@ -21,9 +21,16 @@ from .test_hybrids import MAGNIFIED, MAGNIFIED_SHARE, ROUNDING, cached_logits
 pytestmark = [pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"), NEEDS_CACHE]
 LENGTHS = (127, 1, 66)
 FEW: dict[str, Any] = {"num_hidden_layers": 2}  # of which one has a state, for the interpreter
+LAYERS = {
+    "granite": ["mamba", "attention"],
+    "lfm2": ["conv", "full_attention"],
+    "qwen3_5": ["linear_attention", "full_attention"],
+    "qwen3_next": ["linear_attention", "full_attention"],
+}
 Tiny, Logits = Callable[..., LoadedModel], Callable[..., list[torch.Tensor]]
 WAYS = [("plain", "lfm2"), ("plain", "qwen3_5"), ("plain", "qwen3_5_moe"), ("plain", "qwen3_next")]
-WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next")]
+WAYS += [("plain", "granite"), ("plain", "bamba"), ("plain", "falcon_h1"), ("plain", "jamba")]
+WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next"), ("Triton", "granite")]
 
 
 def interpreted(rows: PromptRows) -> StateOperations:
@@ -47,12 +54,12 @@ def chunked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
 
             if not is_interpreted():
                 pytest.skip("needs Triton's interpreter")
-            first = "conv" if name == "lfm2" else "linear_attention"
-            fields = fields | FEW | {"layer_types": [first, "full_attention"]}
+            fields = fields | FEW | {"layer_types": LAYERS[name]}
         model = tiny(model_type, block_size=16, **settings, **fields)
         assert model.fused is not None
         form = PlainPrompts if way == "plain" else interpreted
-        monkeypatch.setattr(type(model.fused.operations), "for_prompts", lambda _self, _dtype: form)
+        for name in ("for_prompts", "for_token_prompts"):
+            monkeypatch.setattr(type(model.fused.operations), name, lambda _self, _dtype: form)
         assert "prompts: transformers" not in serving_kernels(model)["states"]
         return model
 
