@@ -543,6 +543,7 @@ class TurnLoop:
             epoch=group.epoch if group is not None else 0,
             state_blocks_max=limits.bounds.state_blocks_max,
             window_ahead=limits.schedule.window_ahead,
+            drafts_max=limits.schedule.drafts_max,
         )
 
 

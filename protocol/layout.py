@@ -41,7 +41,7 @@ from .errors import InvalidConfiguration
 from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 9
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
@@ -91,6 +91,9 @@ GAUGES = (
     "workers_returned_total",
     "workers_left_total",
     "workers_lost_total",
+    "drafts_total",
+    "drafted_tokens_total",
+    "accepted_drafts_total",
     "journal_bytes",
     "journal_records_total",
 )

@@ -52,16 +52,24 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
             unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.
         blocks: Size of the KV pool in blocks.
+        host_bytes: Size of the host file in bytes: memory of the host that keeps blocks which the pool evicts, also
+            beyond the end of this process (see docs/host-tier.md). 0: none.
+        host_dir: Folder of the host file, in memory; "": /dev/shm.
+        disk_bytes: Most bytes of the disk tier, which keeps blocks of the host file beyond the end of the host (see
+            docs/host-tier.md). It needs `host_bytes` and `disk_dir`. 0: none.
+        disk_dir: Folder of the disk tier.
+        disk_key_file: File with the key that encrypts the disk tier: 64 hex digits, readable by its owner alone. "": it
+            is not encrypted.
         memory_share: Share of a GPU's memory, 0 to 1, for weights, steps, graphs and pool together.
         attention: auto (the fastest that the device runs), triton, or reference (plain torch).
         kernels: auto, or reference: attention, layers, sampling and copies in plain torch, without any Triton kernel.
         determinism: batch-invariant: a request's tokens and log-probabilities do not depend on the rest of the batch;
             fast: they may differ in the last bits. `kvforge health` shows whether the model guarantees it.
-        graphs: Whether decode steps run from captured graphs: on, off, or auto (on a GPU).
-        graph_rows_max: Largest batch, in rows, that runs from a captured graph.
-        graph_capture: When graphs are captured: idle (at start those of 1, 2, 4, ... rows, which hold every batch, and
-            the others one by one while the worker is idle or after some use), or start (all before it serves, for about
-            a minute at most).
+        graphs: Whether steps of decodes and few prompt tokens run from captured graphs: on, off, or auto (on a GPU).
+        graph_rows_max: Most decodes of a step that runs from a captured graph.
+        graph_capture: When graphs are captured: idle (at start those of 1, 2, 4, ... decodes, which hold every batch of
+            them, and for a second those of few prompt tokens; the others one by one while the worker is idle or after
+            some use), or start (all before it serves, for about two minutes at most).
         threads: CPU threads of torch; 0: this worker's share of the cores.
         seed: Seed of random weights.
         context_tokens_max: Longest sequence (prompt and answer) in tokens; 0: the model's context length. A larger
@@ -99,6 +107,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state_dtype: str = "float32"
     kv_bytes: int = 0
     blocks: int = 0
+    host_bytes: int = 0
+    host_dir: str = ""
+    disk_bytes: int = 0
+    disk_dir: str = ""
+    disk_key_file: str = ""
     memory_share: float = 0.0
     attention: str = "auto"
     kernels: str = "auto"
@@ -139,7 +152,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("attention", "kernels = 'reference' disables Triton; use attention = 'auto'")
         if self.graph_rows_max < 1:
             raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
-        for field in ("kv_bytes", "blocks", "threads", "device_index", "seed", "context_tokens_max"):
+        sizes = ("kv_bytes", "blocks", "host_bytes", "disk_bytes", "context_tokens_max")
+        for field in (*sizes, "threads", "device_index", "seed"):
             if getattr(self, field) < 0:
                 raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")
         if not 1 <= self.ranks <= RANKS_MAX:
@@ -149,6 +163,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.expert_parallel and self.ranks == 1:
             problem = "true, but ranks is 1; set ranks (--tensor-parallel) to 2 or more"
             raise InvalidConfiguration("expert_parallel", problem)
+        if self.host_bytes and self.ranks > 1:
+            raise InvalidConfiguration("host_bytes", f"{self.host_bytes}, but ranks is {self.ranks}: set it to 0")
+        if self.disk_bytes and not self.host_bytes:
+            problem = f"{self.disk_bytes}, but host_bytes is 0: blocks go to the disk through the host file"
+            raise InvalidConfiguration("disk_bytes", problem)
+        if self.disk_bytes and not self.disk_dir:
+            raise InvalidConfiguration("disk_dir", f"is required where disk_bytes is {self.disk_bytes}: name a folder")
         if self.watch_us < -1:
             raise InvalidConfiguration("watch_us", f"must be -1 (choose) or more, not {self.watch_us}")
         if not 0 <= self.memory_share <= 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Container, Mapping
 
-DEADLINE, FIRST_TOKEN, LEASE, TRIAL = range(4)  # timers of requests
+DEADLINE, FIRST_TOKEN, LEASE, TRIAL, DISK_WAIT = range(5)  # timers of requests
 OLD_REQUESTS, DRAIN, SEQUENCES, WORKERS, SESSIONS = range(5)  # parts, in the order in which they act
 NEVER = 1 << 62
 SLACK = 64

@@ -17,6 +17,7 @@ from . import sizes
 POLICIES = ("lru", "none")
 STOP_TOKENS_MOST = 1024  # every row has storage for as many as configured
 DURATION_S_MAX = 1_000_000_000
+DRAFTS_MOST = 64
 
 
 def microseconds(seconds: float) -> int:
@@ -129,6 +130,8 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
         zero_on_tenant_change: Workers zero a block that one tenant wrote before another tenant gets it.
         checkpoint_tokens: Tokens between two checkpoints of the state of a model with recurrent layers. A cached prefix
             is used up to a checkpoint.
+        host_writeback_blocks: Blocks that sequences have filled and that one step copies to the host tier, while no
+            other copy is under way, so that another worker goes on from there if this one dies; 0: none.
     """
 
     block_size: Count = 16
@@ -136,6 +139,7 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     partial_tokens_min: Count = 4
     zero_on_tenant_change: bool = False
     checkpoint_tokens: Count = 2048
+    host_writeback_blocks: Annotated[int, Range(0, 4096)] = 0
 
 
 class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +154,13 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
         step_timeout_s: A worker that takes longer for one step counts as hung and is replaced.
         decode_gap_ms: Target duration of a step with decodes: prefill chunks are sized to it, but get at least half of
             the step.
+        disk_wait_s: Longest time that a request waits for blocks of its prompt from a worker's disk tier. Then they are
+            computed.
         crashes_max: A request fails after this many workers in a row died while running it, with no token in between.
+        drafts_max: The most tokens of one request that a worker may draft and verify in one step; 0: none.
+        drafts_shared: Requests are drafted from recent ones of the same tenant and salt too. How fast an answer comes
+            can tell what these read or wrote; false if the users of a tenant must not learn that from each other.
+        draft_rows_max: Drafts are verified while they and all running requests of a worker are at most this many rows.
     """
 
     step_tokens_max: Count = 512
@@ -159,8 +169,12 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ageing_s: Seconds = 10.0
     passes_max: Count = 16
     step_timeout_s: Seconds = 60.0
+    disk_wait_s: Seconds = 2.0
     decode_gap_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 200.0
     crashes_max: Count = 5
+    drafts_max: Annotated[int, Range(0, DRAFTS_MOST)] = 0
+    drafts_shared: bool = True
+    draft_rows_max: Count = 64
 
     @property
     def window_ahead(self) -> int:
@@ -174,11 +188,15 @@ class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         floor: Blocks of each pool that are reserved for the tenant.
         ceiling: Blocks of each pool that the tenant may occupy; 0 for no limit.
+        host_floor: Blocks of each worker's host file that are reserved for the tenant.
+        host_ceiling: Blocks of each worker's host file that the tenant may occupy; 0 for no limit.
         weight: Its share of computed tokens while other tenants wait too, relative to theirs.
     """
 
     floor: Annotated[int, Range(0)] = 0
     ceiling: Annotated[int, Range(0)] = 0
+    host_floor: Annotated[int, Range(0)] = 0
+    host_ceiling: Annotated[int, Range(0)] = 0
     weight: Annotated[float, Range(0.001, 1000.0)] = 1.0
 
 
@@ -214,6 +232,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             quota.check(f"quotas.{tenant}")
             if 0 < quota.ceiling < quota.floor:
                 raise InvalidConfiguration(f"quotas.{tenant}", f"ceiling {quota.ceiling} is below floor {quota.floor}")
+            if 0 < quota.host_ceiling < quota.host_floor:
+                problem = f"host_ceiling {quota.host_ceiling} is below host_floor {quota.host_floor}"
+                raise InvalidConfiguration(f"quotas.{tenant}", problem)
 
     @property
     def context_tokens_max(self) -> int:

@@ -75,6 +75,7 @@ from .events import (
     FromWorker,
     Restarted,
     ToClient,
+    ToWorker,
     Turn,
     WorkerGone,
 )
@@ -85,7 +86,7 @@ from .requests.table import RequestTable
 from .rights import Access
 from .scheduling.admission import Admission
 from .scheduling.finisher import RequestFinisher
-from .scheduling.invariants import check_pending, check_sampled_rows
+from .scheduling.invariants import check_pending, check_proposals, check_sampled_rows
 from .scheduling.scheduler import Scheduler
 from .workers.reports import WorkerReports
 from .workers.results import StepResults
@@ -224,7 +225,12 @@ class Machine:
             if self.admission.waiting.size:
                 self.admission.admit()
             for number in sorted(self.cache.groups):
-                self.scheduler.fill(self.cache.groups[number])
+                group = self.cache.groups[number]
+                self.scheduler.fill(group)
+                if group.host is not None and group.host.disk is not None and not group.away:
+                    order = group.host.disk.flush(group.epoch)
+                    if order is not None:
+                        self._effects.append(ToWorker(group.worker, order))
             if deadlines.heap and deadlines.heap[0][1] not in live:  # planning ends rows that can never continue
                 deadlines.drop_ended(live)
             due_us = deadlines.next_us(now_us, live, self._timed)
@@ -410,6 +416,9 @@ class Machine:
             reports.returned_total,
             reports.left_total,
             reports.lost_total,
+            requests.drafts_total,
+            requests.drafted_tokens_total,
+            requests.accepted_drafts_total,
             *journal,
         ]
 
@@ -431,7 +440,9 @@ class Machine:
     @property
     def busy(self) -> bool:
         """Whether a Turn could have work without a new event."""
-        return bool(self.requests.live) or any(g.sent or g.copies or g.idle_tails for g in self.cache.groups.values())
+        return bool(self.requests.live) or any(
+            g.sent or g.has_copies or g.owes_writeback or g.idle_tails for g in self.cache.groups.values()
+        )
 
     def check_invariants(self) -> None:
         """Check the invariants of the whole core: for tests, simulation and idle times."""
@@ -440,4 +451,5 @@ class Machine:
         self.admission.check_invariants()
         for group in self.cache.groups.values():
             check_pending(group, self.cache.sequences, self.admission.rows)
+            check_proposals(group, self.cache.sequences)
             check_sampled_rows(group, self.cache.sequences, self.admission.rows)

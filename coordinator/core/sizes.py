@@ -20,6 +20,7 @@ WORKER_BYTES = 3_000 + NAME_BYTES  # includes its memory breakdown
 BIAS_BYTES, BEGIN_BYTES = 15, 400
 BEGINS_BYTES_MAX = 8 << 20  # for the rows that begin in one step
 HOLDERS_LISTED_MAX = 1000
+DRAFT_HISTORY_TOKENS = 1 << 15  # the latest tokens of a prompt, and of an answer, that a worker drafts from
 COPY_BYTES = 12  # of one block, in a step
 
 
@@ -29,9 +30,11 @@ def error_bytes(error: ErrorInfo) -> int:
     return 50 + CHARACTER_BYTES * (len(error.message) + fields)
 
 
-def begin_bytes(sampling: SamplingParams, length: int) -> int:
+def begin_bytes(sampling: SamplingParams, length: int, drafts: int = 0) -> int:
     """Return an upper bound of a row's size in the step where it begins, in bytes: biases, grammar and history."""
     history = 4 * length if sampling.counts_answer else 0
+    if drafts:
+        history = max(history, 4 * min(length, 2 * DRAFT_HISTORY_TOKENS))
     grammar = CHARACTER_BYTES * len(sampling.grammar.text) if sampling.grammar is not None else 0
     return BEGIN_BYTES + BIAS_BYTES * len(sampling.logit_bias) + grammar + history
 

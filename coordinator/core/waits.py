@@ -14,7 +14,7 @@ import msgspec
 
 Event = tuple[str, int]
 PREFIX = "prefix"
-TENANT_CEILING, SIBLING, GRAMMAR = "tenant ceiling", "sibling", "grammar"
+TENANT_CEILING, SIBLING, GRAMMAR, DISK, HOST = "tenant ceiling", "sibling", "grammar", "disk", "host"
 
 WORKER: Event = ("worker", 0)  # a worker that could hold the request became ready or returned
 SLOT: Event = ("slot", 0)  # a sequence slot is free
@@ -41,6 +41,16 @@ def trial_of(request_id: int) -> Event:
     return ("trial", request_id)
 
 
+def load_of(epoch: int, load: int) -> Event:
+    """Return the event that blocks of a prompt came from the disk tier of a group, or could not."""
+    return (f"load {load}", epoch)
+
+
+def patience_of(request_id: int) -> Event:
+    """Return the event that a request has waited for the disk for as long as it may."""
+    return ("patience", request_id)
+
+
 def eviction_of(sequence_id: int) -> Event:
     """Return the event that a sequence gave up its blocks, and may move to another group."""
     return ("eviction", sequence_id)
@@ -55,7 +65,7 @@ class Wait(msgspec.Struct, frozen=True):
     """Why a request does not run, or is stalled. A new worker ends every wait.
 
     Attributes:
-        limit: workers, away, sequences_max, step_rows_max, alone, sibling, grammar, step, kept, tenant ceiling or
+        limit: workers, away, sequences_max, step_rows_max, alone, sibling, grammar, disk, step, kept, tenant ceiling or
             blocks.
         events: Events that may lift the limit.
         group: Epoch of the group with the smallest shortage, 0 for none.

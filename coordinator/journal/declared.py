@@ -22,6 +22,7 @@ import msgspec
 from kvforge.protocol.errors import Field
 from kvforge.protocol.messages import Ended, SamplingParams
 
+from ..core.cache.returns import Return
 from ..core.commands.sessions import Away
 from ..core.events import ClientGone
 from ..core.rights import Access
@@ -130,9 +131,17 @@ class SavedRequest(Saved):
     continues: int = 0
     keep_us: int = 0
     kept_id: int = 0
+    returns: Return | None = None
     ahead: bool = False
     pins: tuple[tuple[int, int], ...] = ()
     pinned: tuple[int, ...] = ()
+    draft_size: int = 0
+    draft_pause: int = 0
+    drafts_from: int = 0
+    disk_until_us: int = -1
+    draft_chance: int = 512
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class SavedKey(Saved):
@@ -173,6 +182,9 @@ class SavedRequests(Saved):
     recomputed_tokens_total: int
     preemptions_total: int
     streams_paused_total: int
+    drafts_total: int = 0
+    drafted_tokens_total: int = 0
+    accepted_drafts_total: int = 0
 
 
 class SavedQueue(Saved):

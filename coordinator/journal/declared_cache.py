@@ -9,7 +9,10 @@ import msgspec
 
 from kvforge.protocol.messages import ModelInfo
 
+from ..core.cache.disk_copies import DiskOrder
 from ..core.cache.groups import FormingCheckpoint
+from ..core.cache.host_copies import HostLoad, SentCopies
+from ..core.cache.host_tier import HostNode
 from .field_markers import (
     F64,
     I8,
@@ -139,6 +142,14 @@ class SavedCosts(Saved):
     _products: Big
 
 
+class SavedRowCosts(Saved):
+    """The `RowCosts` of a group."""
+
+    line: SavedCosts
+    plain_way: Big
+    drafted_way: Big
+
+
 class SavedStep(Saved):
     """A `SentStep`. `message` is the Step."""
 
@@ -214,6 +225,91 @@ class SavedPool(Saved):
     windows: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
+class SavedHostTier(Saved):
+    """A `HostTier`.
+
+    Attributes:
+        lru: Of older versions: the entries that no copy uses, least recently used first.
+        own: Of each tenant, these entries and the stamps of their last use, least recently used first.
+        stamp: The last of these stamps.
+    """
+
+    identity: str
+    total: int
+    epoch: int
+    nodes: dict[int, HostNode]
+    _last_node: int
+    _free: list[int]
+    _quarantine: list[int]
+    saved_total: int
+    loaded_total: int
+    evicted_total: int
+    unsaved_total: int
+    lru: list[int] = msgspec.field(default_factory=list)
+    own: dict[int, tuple[list[int], list[int]]] = msgspec.field(default_factory=dict)
+    stamp: int = 0
+    usage: dict[int, int] = msgspec.field(default_factory=dict)
+    swapped_total: int = 0
+    unswapped_total: int = 0
+    missed_tags_total: int = 0
+    missed_checksums_total: int = 0
+
+
+class SavedDiskTier(Saved):
+    """A `DiskTier`. `lru`, `own` and `stamp` are as in `SavedHostTier`."""
+
+    total: int
+    nodes: dict[int, HostNode]
+    _last_node: int
+    _free: list[int]
+    _quarantine: list[int]
+    announced: bool
+    saved_total: int
+    loaded_total: int
+    evicted_total: int
+    unsaved_total: int
+    missed_tags_total: int
+    missed_checksums_total: int
+    recovered_total: int
+    pruned_total: int
+    failed_total: int
+    late_total: int
+    lru: list[int] = msgspec.field(default_factory=list)
+    own: dict[int, tuple[list[int], list[int]]] = msgspec.field(default_factory=dict)
+    stamp: int = 0
+
+
+class SavedDiskCopies(Saved):
+    """The `DiskCopies` of a group. `wanted` has its nodes in order."""
+
+    tier: SavedDiskTier
+    wanted: list[int]
+    orders: dict[int, DiskOrder]
+    loads: dict[int, set[int]]
+    _loading: dict[int, int]
+    _last_order: int
+    _last_load: int
+    cursor: int
+    scanning: int
+    failures: int
+    stalled: bool
+    off: bool
+
+
+class SavedHostCopies(Saved):
+    """The `HostCopies` of a group. `identity` names its tier, `backlog` is that of its `HostWriteback`."""
+
+    identity: str
+    writes: dict[int, int]
+    reads: dict[int, int]
+    loads: dict[int, HostLoad]
+    sent: Annotated[list[SentCopies], SpecialContainer(deque)]
+    backlog: list[int] = msgspec.field(default_factory=list)
+    write_costs: SavedCosts | None = None
+    read_costs: SavedCosts | None = None
+    disk: SavedDiskCopies | None = None
+
+
 class SavedGroup(Saved):
     """A `Group`."""
 
@@ -253,6 +349,15 @@ class SavedGroup(Saved):
     forming: list[FormingCheckpoint] = msgspec.field(default_factory=list)
     idle_tails: list[int] = msgspec.field(default_factory=list)
     interactive_us: int = -1
+    batch_step: int = 0
+    drafts: int = 0
+    proposals: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    drafted_total: int = 0
+    accepted_total: int = 0
+    row_costs: SavedRowCosts | None = None
+    draft_wait: int = 0
+    drafts_from: int = 0
+    host: SavedHostCopies | None = None
 
 
 class SavedCache(Saved):
@@ -275,3 +380,4 @@ class SavedCache(Saved):
     state_blocks: int = 0
     window: int = 0
     window_pages: int = 0
+    host_tiers: list[SavedHostTier] = msgspec.field(default_factory=list)

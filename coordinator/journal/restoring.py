@@ -25,7 +25,11 @@ from kvforge.protocol.messages import (
 )
 
 from ..core.cache.block_pool import BlockPool
+from ..core.cache.disk_copies import DiskCopies
 from ..core.cache.groups import Group, SentStep, SteadyDecodeBatch
+from ..core.cache.host_copies import HostCopies
+from ..core.cache.host_tier import HostTier
+from ..core.cache.host_writeback import HostWriteback
 from ..core.cache.prefix_cache import PrefixCache
 from ..core.cache.zeroing import Zeroing
 from ..core.events import Boot
@@ -222,12 +226,14 @@ class _Restoring:
     def _cache(self, saved: c.SavedCache) -> None:
         """Restore the cache. Pools precede the arrays of blocks, because a new pool requires a free range."""
         cache, fields = self._machine.cache, self._fields
-        parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups")
+        parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "host_tiers")
         fields.restore(cache, saved, *parts, "kinds", "evicted_sequences_total")
         fields.restore(cache.tenants, saved.tenants)
         fields.restore(cache.tenants.meters, saved.meters)
         fields.restore(cache.store, saved.store)
         cache.store._show()
+        for tier in saved.host_tiers:
+            cache.host_tiers.tiers[tier.identity] = self._host_tier(tier)
         self._groups = [self._group(group) for group in saved.groups]
         cache.groups.update((group.number, group) for group in self._groups)
         fields.restore(cache.blocks, saved.blocks)
@@ -255,13 +261,48 @@ class _Restoring:
             window=saved.window,
             window_pages=saved.window_pages,
             window_blocks=saved.window_blocks,
+            drafts=saved.drafts,
         )
         group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
-        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs")
+        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs", "row_costs", "host")
+        if saved.host is not None:
+            cache = self._machine.cache
+            copies = HostCopies(cache.host_tiers.tiers[saved.host.identity], group.index, cache.blocks)
+            parts = ("identity", "backlog", "write_costs", "read_costs", "disk")
+            group.host = pool.host = self._fields.restore(copies, saved.host, *parts)
+            for costs, line in (
+                (copies.write_costs, saved.host.write_costs),
+                (copies.read_costs, saved.host.read_costs),
+            ):
+                if line is not None:
+                    self._fields.restore(costs, line)
+            pool.writeback = HostWriteback(copies, self._machine.limits.cache.host_writeback_blocks)
+            pool.writeback.backlog.extend(saved.host.backlog)
+            if saved.host.disk is not None:
+                copies.disk = self._disk(saved.host.disk, copies.tier)
         group.sent.extend(self._sent(sent) for sent in saved.sent)
         group.steady = self._steady(saved.steady) if saved.steady is not None else None
         self._fields.restore(group.costs, saved.costs)
+        if saved.row_costs is not None:
+            self._fields.restore(group.row_costs, saved.row_costs, "line")
+            self._fields.restore(group.row_costs.line, saved.row_costs.line)
         return group
+
+    def _disk(self, saved: c.SavedDiskCopies, host: HostTier) -> DiskCopies:
+        disk = self._machine.cache.disk_copies(saved.tier.total, host)
+        self._fields.restore(disk, saved, "tier", "wanted")
+        disk.wanted.update(dict.fromkeys(saved.wanted))
+        self._fields.restore(disk.tier, saved.tier, "lru", "own", "stamp")
+        _restore_last_uses(disk.tier, saved.tier)
+        disk.tier._by_value.update((node.value, node_id) for node_id, node in disk.tier.nodes.items())
+        return disk
+
+    def _host_tier(self, saved: c.SavedHostTier) -> HostTier:
+        tier = self._machine.cache.host_tiers.new(saved.identity, saved.total)
+        self._fields.restore(tier, saved, "lru", "own", "stamp")
+        _restore_last_uses(tier, saved)
+        tier._by_value.update((node.value, node_id) for node_id, node in tier.nodes.items())
+        return tier
 
     def _steady(self, saved: c.SavedSteady) -> SteadyDecodeBatch:
         names = ("slots", "runs", "starts", "room")
@@ -342,3 +383,12 @@ def _message(decoder: codec.Decoder, frames: list[bytes], cls: type[_Kind]) -> _
     if not isinstance(message, cls):
         raise ValueError(f"a {type(message).__name__} in place of a {cls.__name__}")
     return message
+
+
+def _restore_last_uses(tier: HostTier, saved: c.SavedHostTier | c.SavedDiskTier) -> None:
+    """Restore which entries of a tier no copy uses, and the order of their last use."""
+    for node_id in saved.lru:
+        tier._lru.add(node_id, 0)
+    for owner, (nodes, stamps) in saved.own.items():
+        tier._lru.by_owner[owner] = OrderedDict(zip(nodes, stamps, strict=True))
+    tier._lru.stamp = max(tier._lru.stamp, saved.stamp)

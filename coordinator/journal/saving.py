@@ -13,7 +13,9 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Message, SamplingParams
 
 from ..core.cache.block_pool import BlockPool
+from ..core.cache.disk_copies import DiskCopies
 from ..core.cache.groups import Group, SentStep
+from ..core.cache.host_tier import HostTier
 from ..core.cache.prefix_cache import PrefixCache
 from ..core.machine import Machine
 from ..core.requests.idempotency import IdempotencyKey
@@ -108,6 +110,7 @@ class _Saving:
             groups=[self._group(group) for group in self._groups],
             kinds=cache.indexing.kinds,
             evicted_sequences_total=cache.residency.evicted_total,
+            host_tiers=[self._host_tier(tier) for tier in cache.host_tiers.tiers.values()],
         )
 
     def _group(self, group: Group) -> c.SavedGroup:
@@ -119,7 +122,30 @@ class _Saving:
             sent=[self._sent(sent) for sent in group.sent],
             steady=self._of(c.SavedSteady, group.steady) if group.steady is not None else None,
             costs=self._of(c.SavedCosts, group.costs),
+            row_costs=self._of(c.SavedRowCosts, group.row_costs, line=self._of(c.SavedCosts, group.row_costs.line)),
+            host=self._host(group),
         )
+
+    def _host_tier(self, tier: HostTier) -> c.SavedHostTier:
+        return self._of(c.SavedHostTier, tier, lru=[], **_last_uses(tier))
+
+    def _host(self, group: Group) -> c.SavedHostCopies | None:
+        host = group.host
+        if host is None or group.pool.writeback is None:
+            return None
+        return self._of(
+            c.SavedHostCopies,
+            host,
+            identity=host.tier.identity,
+            backlog=list(group.pool.writeback.backlog),
+            write_costs=self._of(c.SavedCosts, host.write_costs),
+            read_costs=self._of(c.SavedCosts, host.read_costs),
+            disk=self._disk(host.disk) if host.disk is not None else None,
+        )
+
+    def _disk(self, disk: DiskCopies) -> c.SavedDiskCopies:
+        tier = self._of(c.SavedDiskTier, disk.tier, lru=[], **_last_uses(disk.tier))
+        return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted))
 
     def _sent(self, sent: SentStep) -> c.SavedStep:
         return self._of(c.SavedStep, sent, message=_frames(sent.message))
@@ -279,3 +305,9 @@ def _frames(message: Message) -> list[bytes]:
 
 def _error(error: KvforgeError) -> d.SavedError:
     return d.SavedError(code=error.code, message=error.message, fields=error.fields)
+
+
+def _last_uses(tier: HostTier) -> dict[str, Any]:
+    """Return the entries of a tier that no copy uses, with the stamps of their last use."""
+    own = {owner: (list(nodes), list(nodes.values())) for owner, nodes in tier._lru.by_owner.items()}
+    return {"own": own, "stamp": tier._lru.stamp}

@@ -240,6 +240,49 @@ class RequestList(Message, frozen=True, tag="request_list"):
     total: int
 
 
+class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's disk tier, in blocks.
+
+    Attributes:
+        blocks: Free, cached, in use by a copy, or quarantined.
+        free: Those without content.
+        cached: Those that can be hit.
+        quarantined: Those that the worker has not announced yet, and those that it cannot write.
+        recovered_total: Entries of earlier lives that can be hit.
+        pruned_total: Entries of earlier lives that cannot be used.
+        saved_total: Blocks copied to the disk.
+        loaded_total: Blocks copied from the disk to the host file.
+        evicted_total: Entries that gave their block to another.
+        unsaved_total: Blocks that left the host file before the disk could take them.
+        failed_total: Copies that ended with an error of the device, or for lack of space.
+        late_total: Requests that stopped waiting for the disk, and were computed.
+        missed_tags_total: Reads that found another entry, or none.
+        missed_checksums_total: Reads of blocks with other bytes than were written.
+        off: The tier is off, because its copies failed.
+    """
+
+    blocks: int
+    free: int
+    cached: int
+    quarantined: int
+    recovered_total: int
+    pruned_total: int
+    saved_total: int
+    loaded_total: int
+    evicted_total: int
+    unsaved_total: int
+    failed_total: int
+    late_total: int
+    missed_tags_total: int
+    missed_checksums_total: int
+    off: bool = False
+
+    @property
+    def referenced(self) -> int:
+        """Blocks in use by a copy."""
+        return self.blocks - self.free - self.cached - self.quarantined
+
+
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     """One pool, in blocks unless the name has another unit. free + cached + referenced + quarantined = blocks.
 
@@ -248,6 +291,20 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         state_blocks: Blocks that hold the recurrent states of sequences.
         checkpoint_blocks: Blocks that hold checkpoints of such states, which prefix hits start from.
         window_blocks: Blocks that hold the KV of layers with a sliding window.
+        host_blocks: Blocks of the worker's host file: free, cached, in use by a copy, or quarantined. 0: it has none.
+        host_free: Those without content.
+        host_cached: Those that can be hit.
+        host_quarantined: Those that a lost worker may still write.
+        host_saved_total: Blocks copied to the file.
+        host_loaded_total: Blocks copied from the file, each a hit.
+        host_evicted_total: Entries of the file that gave their block to another.
+        host_unsaved_total: Blocks that the pool evicted, for which the file had no place.
+        host_swapped_total: Preempted requests that came back with blocks from the file.
+        host_unswapped_total: Those that computed the tokens in such blocks again, because that takes less time or the
+            copies or the computation were not measured yet.
+        host_missed_tags_total: Reads that found another entry's tag, or none.
+        host_missed_checksums_total: Reads of blocks with other bytes than were saved.
+        disk: The worker's disk tier; None: it has none.
     """
 
     worker: str
@@ -270,6 +327,19 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     state_blocks: int = 0
     checkpoint_blocks: int = 0
     window_blocks: int = 0
+    host_blocks: int = 0
+    host_free: int = 0
+    host_cached: int = 0
+    host_saved_total: int = 0
+    host_loaded_total: int = 0
+    host_quarantined: int = 0
+    host_evicted_total: int = 0
+    host_unsaved_total: int = 0
+    host_swapped_total: int = 0
+    host_unswapped_total: int = 0
+    host_missed_tags_total: int = 0
+    host_missed_checksums_total: int = 0
+    disk: DiskStats | None = None
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +363,13 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant. Prefix hit rate = hit tokens / queried tokens."""
+    """One tenant. Prefix hit rate = hit tokens / queried tokens.
+
+    Attributes:
+        host_blocks: Blocks of host files that it is charged for.
+        host_floor: Blocks of each host file that are reserved for it.
+        host_ceiling: Blocks of each host file that it may occupy; 0 for no limit.
+    """
 
     tenant: str
     blocks: int
@@ -305,6 +381,9 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     ceiling: int = 0
     weight: float = 1.0
     pending: int = 0
+    host_blocks: int = 0
+    host_floor: int = 0
+    host_ceiling: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -332,6 +411,15 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
         kernels: The kernels in use, as in WorkerReady; empty until it is ready.
         rank: The rank of this process, where several compute one model together.
         ranks: The number of ranks.
+        drafts: The most tokens that it drafts and verifies for a request in a step; 0: none.
+        drafted_total: Drafted tokens that its steps have verified.
+        accepted_total: Drafted tokens that became tokens of answers.
+        host_blocks: Blocks of its host file; 0: it has none.
+        host_cached: Those that can be hit.
+        host_saved_total: Blocks copied to the file.
+        host_loaded_total: Blocks copied from the file.
+        host_missed_total: Blocks in the file that did not hold what was expected.
+        disk: Its disk tier; None: it has none.
     """
 
     name: str
@@ -345,6 +433,15 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
     rank: int = 0
     ranks: int = 1
+    drafts: int = 0
+    drafted_total: int = 0
+    accepted_total: int = 0
+    host_blocks: int = 0
+    host_cached: int = 0
+    host_saved_total: int = 0
+    host_loaded_total: int = 0
+    host_missed_total: int = 0
+    disk: DiskStats | None = None
 
     @property
     def title(self) -> str:

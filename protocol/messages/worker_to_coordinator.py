@@ -17,6 +17,10 @@ from .shared import (
     ModelInfo,
 )
 
+DISK_DONE, DISK_NOT_FOUND, DISK_DAMAGED, DISK_FAILED, DISK_FULL = range(5)  # outcomes of an order
+DISK_ENTRY_NUMBERS = 6
+MISSED_TAG, MISSED_CHECKSUM = 1, 2  # why a host block was not found: see StepResult.host_missed
+
 
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """First message of a worker. Names are unique; a second worker of the same name is refused.
@@ -73,6 +77,12 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
         window_pages: Blocks that hold the KV of these layers for block_size tokens, from the same pool.
         window_blocks: How many consecutive blocks of a sequence its part of the shared tables names, as a ring: at
             least ceil((window + window_ahead) / block_size) + 2, or blocks_per_sequence_max if that is fewer.
+        drafts: The most tokens that the worker drafts for one row and verifies in one step (`Step.drafts`), at most
+            `WorkerWelcome.drafts_max`. 0: it drafts none, and takes no step with drafts. `wants_kinds` may be unset.
+        host_blocks: Blocks of the host file that the worker has mapped and locked; 0: it has none.
+        host_identity: Identifies the file and all that its content depends on apart from tokens and salt. A worker that
+            announces the identity of an earlier one finds that worker's content.
+        disk_blocks: Blocks of the worker's disk tier; 0: it has none. Only with `host_blocks`.
     """
 
     rid: int
@@ -91,6 +101,10 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     window: int = 0
     window_pages: int = 0
     window_blocks: int = 0
+    drafts: int = 0
+    host_blocks: int = 0
+    host_identity: str = ""
+    disk_blocks: int = 0
 
 
 class RowError(msgspec.Struct, frozen=True):
@@ -109,6 +123,17 @@ class RowError(msgspec.Struct, frozen=True):
 class StepResult(Message, frozen=True, tag="step_result"):
     """Result of one step: for each row that sampled, its slot, token and log-probability, [sampled] each.
 
+    A row of k = `Step.drafts[r]` > 0 drafts has m consecutive entries in `slots`, `tokens`, `logprobs` and
+    `top_counts`, 1 <= m <= k + 1, one for each token that it sampled, in the order of their positions; its slot stands
+    in each. The first m - 1 tokens equal the first m - 1 drafts. The last one is the token sampled behind them: in the
+    place of the first draft that disagrees, or behind all drafts if m = k + 1. Each token and log-probability equals
+    bit for bit what a step of one token would have sampled in its place. The worker ignores stop tokens here, as
+    elsewhere: the coordinator cuts what follows one. Of a row in `errors` there is no entry.
+
+    `draft_slots`, `draft_counts` and `draft_tokens` propose drafts. Those of a slot follow the last token in this
+    result, also where later steps with the slot are in flight. They are a hint: the coordinator verifies all, a prefix
+    or none of them, and keeps those of one result until the next result with the slot.
+
     Attributes:
         top_counts: [sampled] int32, as in Stream.
         top_tokens: [sum] int32.
@@ -120,6 +145,16 @@ class StepResult(Message, frozen=True, tag="step_result"):
         prompt_top_counts: [m] int32, the number of top tokens in the place of each.
         prompt_top_tokens: [sum] int32, most likely first.
         prompt_top_logprobs: [sum] float32.
+        draft_slots: [p] int32, distinct slots of rows that have a token in this result.
+        draft_counts: [p] int32, how many tokens are proposed for each, 1 to `WorkerReady.drafts`.
+        draft_tokens: [sum(draft_counts)] int32, the proposed tokens of one slot after the other, without GENERATED.
+        host_copied: [n] int32, the host blocks of `Step.host_writes` and then of `Step.host_reads`, if these copies
+            have been made.
+        host_missed: [2 * m] int32, pairs (host block, reason) for blocks of `Step.host_reads` that do not hold what was
+            expected: the blocks on the device hold anything then, and so does what this and later steps computed from
+            them. The reason is MISSED_TAG or MISSED_CHECKSUM.
+        host_write_us: How long the copies of `Step.host_writes` took; 0 for none, or where it was not measured.
+        host_read_us: The same of `Step.host_reads`.
     """
 
     FRAMES = (
@@ -134,6 +169,11 @@ class StepResult(Message, frozen=True, tag="step_result"):
         ("prompt_top_counts", "<i4"),
         ("prompt_top_tokens", "<i4"),
         ("prompt_top_logprobs", "<f4"),
+        ("draft_slots", "<i4"),
+        ("draft_counts", "<i4"),
+        ("draft_tokens", "<i4"),
+        ("host_copied", "<i4"),
+        ("host_missed", "<i4"),
     )
     step_id: int
     epoch: int
@@ -150,6 +190,46 @@ class StepResult(Message, frozen=True, tag="step_result"):
     prompt_top_counts: Int32Array = NO_INT32
     prompt_top_tokens: Int32Array = NO_INT32
     prompt_top_logprobs: Float32Array = NO_FLOAT32
+    draft_slots: Int32Array = NO_INT32
+    draft_counts: Int32Array = NO_INT32
+    draft_tokens: Int32Array = NO_INT32
+    host_copied: Int32Array = NO_INT32
+    host_missed: Int32Array = NO_INT32
+    host_write_us: int = 0
+    host_read_us: int = 0
+
+
+class DiskEntries(Message, frozen=True, tag="disk_entries"):
+    """The answer to DiskScan: blocks that an earlier process left on the disk, each behind its parent.
+
+    Attributes:
+        cursor: Of the scan.
+        last: There are no others.
+        entries: [6 * n] int32, (disk block, low half of the chain value, high half, low half of the parent's, high
+            half, first). Blocks of chains that were written later come first.
+        tokens: [n * block_size] int32, as in DiskOrders.
+    """
+
+    FRAMES = (("entries", "<i4"), ("tokens", "<i4"))
+    epoch: int
+    cursor: int
+    last: bool
+    entries: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+
+
+class DiskResults(Message, frozen=True, tag="disk_results"):
+    """Orders of DiskOrders that have ended, in any order.
+
+    Attributes:
+        results: [3 * n] int32, (id, outcome, usable). The outcome is DISK_DONE; DISK_NOT_FOUND: the block that is read
+            has another entry, or none; DISK_DAMAGED: it has other bytes than were written; DISK_FAILED: the device
+            failed; DISK_FULL: there is space for the disk blocks below `usable` alone, which is 0 in other results.
+    """
+
+    FRAMES = (("results", "<i4"),)
+    epoch: int
+    results: Int32Array = NO_INT32
 
 
 class WorkerFailed(Message, frozen=True, tag="worker_failed"):
@@ -158,4 +238,6 @@ class WorkerFailed(Message, frozen=True, tag="worker_failed"):
     error: ErrorInfo
 
 
-WORKER_MESSAGES = WorkerHello | WorkerLoading | WorkerReady | StepResult | WorkerFailed | Goodbye
+WORKER_MESSAGES = (
+    WorkerHello | WorkerLoading | WorkerReady | StepResult | DiskEntries | DiskResults | WorkerFailed | Goodbye
+)

@@ -186,7 +186,9 @@ class FakeWorker:
     def take(self, step: Step) -> None:
         """Receive a step and check that it is within all limits and writes only blocks it may write."""
         limits, cache = self.machine.limits, self.machine.cache
-        assert step.slots.size <= limits.schedule.step_rows_max
+        assert step.slots.size + step.drafts.sum() <= limits.schedule.step_rows_max
+        assert not step.drafts.size or not self.inbox, "a step with drafts behind a step in flight"
+        assert not step.drafts.size or step.drafts.any(), "a step with drafts has none"
         assert step.counts.sum() == step.tokens.size <= limits.schedule.step_tokens_max
         assert step.slots.size == np.unique(step.slots).size
         assert step.counts.size == 0 or step.counts.min() >= 1
@@ -217,8 +219,11 @@ class FakeWorker:
         fed = 0
         following = dict(zip(step.scored.tolist(), step.following.tolist(), strict=True))
         scores: list[Score] = []
-        rows = zip(*(a.tolist() for a in (step.slots, step.starts, step.counts, step.samples)), strict=True)
-        for slot, start, count, sample in rows:
+        drafts = step.drafts if step.drafts.size else np.zeros(step.slots.size, np.int32)
+        rows = zip(*(a.tolist() for a in (step.slots, step.starts, step.counts, step.samples, drafts)), strict=True)
+        chosen: list[int] = []
+        proposed: dict[int, list[int]] = {}
+        for slot, start, count, sample, drafted in rows:
             tokens = [self.last_token.get(slot, -1) if t == -1 else t for t in step.tokens[fed : fed + count].tolist()]
             fed += count
             if self.poison & set(tokens) or -1 in tokens:  # the row or its previous step failed
@@ -228,24 +233,50 @@ class FakeWorker:
             wanted = [(at, following.get(fed - count + at)) for at in range(count)]
             scores += [self._score(slot, start + at, token) for at, token in wanted if token is not None]
             if sample:
-                self.last_token[slot] = self.choose(slot, context)
-                sampled.append(slot)
+                accepted = self._verify(slot, start, tokens) if drafted else [self.choose(slot, context)]
+                self.last_token[slot] = accepted[-1]
+                sampled += [slot] * len(accepted)
+                chosen += accepted
+                if most := self.begins[slot].drafts:
+                    before = self._context(slot, start + count - 1 - drafted + len(accepted) - 1)
+                    proposed[slot] = self.propose(slot, fingerprint(before, accepted[-1]))[:most]
+        proposed = {slot: tokens for slot, tokens in proposed.items() if tokens}
         return StepResult(
             step_id=step.step_id,
             epoch=self.epoch,
             errors=tuple(errors),
             slots=np.array(sampled, np.int32),
-            tokens=np.array([self.last_token[slot] for slot in sampled], np.int32),
-            logprobs=np.array([logprob_of(self.last_token[slot]) for slot in sampled], np.float32),
+            tokens=np.array(chosen, np.int32),
+            logprobs=np.array([logprob_of(token) for token in chosen], np.float32),
+            draft_slots=int32(list(proposed)),
+            draft_counts=int32([len(tokens) for tokens in proposed.values()]),
+            draft_tokens=int32([token for tokens in proposed.values() for token in tokens]),
             **columns_of(scores),
         )
 
+    def _verify(self, slot: int, start: int, tokens: list[int]) -> list[int]:
+        """Return the tokens of a row with drafts: those that agree with them, and the one behind."""
+        accepted = [self.choose(slot, self._context(slot, start))]
+        for place, draft in enumerate(tokens[1:], 1):
+            if draft % GENERATED != accepted[-1]:
+                break
+            accepted.append(self.choose(slot, self._context(slot, start + place)))
+        return accepted
+
+    def propose(self, slot: int, context: int) -> list[int]:
+        """Return the tokens that are proposed behind a context."""
+        return []
+
+    def _context(self, slot: int, position: int) -> int:
+        """Return the fingerprint up to a position, as it is in the KV memory."""
+        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
+        return self.kv[table[position // size], position % size]
+
     def _score(self, slot: int, position: int, token: int) -> Score:
         """Return the log-probability, rank and top tokens of the prompt token behind a position."""
-        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
         width = self.begins[slot].sampling.prompt_logprobs
         assert width is not None, "a row is scored although its request does not want it"
-        return score_of(self.kv[table[position // size], position % size], token, width, self.model.vocab_size)
+        return score_of(self._context(slot, position), token, width, self.model.vocab_size)
 
     def choose(self, slot: int, context: int) -> int:
         """Return the token that follows a context in this slot."""
@@ -423,6 +454,7 @@ class Driver:
             window=self.window[0],
             window_pages=self.window[1],
             window_blocks=self.window[2],
+            drafts=self.machine.limits.schedule.drafts_max,
         )
 
     def lose(self, worker: FakeWorker) -> None:

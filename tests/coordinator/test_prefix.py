@@ -271,6 +271,31 @@ def test_children_that_come_together_are_those_of_their_parents_one_by_one(make_
     assert index.match_partial(index.key(5), int32([9, 9, 0])) == (8, 3)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_block_with_other_tokens_has_no_children_of_its_earlier_entry(make_pool: MakePool, together: bool) -> None:
+    """A held block keeps its key while it is removed from the index and its tokens change."""
+    driver, _ = make_pool()
+    pool, machine = driver.machine.cache.groups[0].pool, driver.machine
+    index, hasher = pool.index, machine.cache.hasher
+    ids = pool.allocate(0, 3).tolist()
+    first, changed, after = int32([1, 2, 3, 4]), int32([1, 2, 9, 9]), int32([5, 6, 7, 8])
+    values = hasher.extend(np.array([7], np.uint64), first[None])
+    key = pool.index_block(ids[0], -8, int(values[0]), first)
+    (below,) = hasher.extend(values, after[None])
+    pool.index_block(ids[1], key, int(below), after)
+    assert index.match_partial(key, int32([5, 6, 7])) == (ids[1], 3)
+    pool.unindex(ids[0])
+    (value,) = hasher.extend(np.array([7], np.uint64), changed[None])
+    if together:
+        blocks, kept = np.array([ids[0], ids[2]]), np.array([below + 1], np.uint64)
+        again = pool.index_run(blocks, -8, np.concatenate([[value], kept]), np.stack([changed, first]))
+        assert index.match_partial(key, int32([1, 2, 3])) == (ids[2], 3) and again == index.key(ids[2])
+    else:
+        assert pool.index_block(ids[0], -8, int(value), changed) == key, "the key is the same"
+    assert index.match_partial(key, int32([5, 6, 7])) == (-1, 0)
+    assert not machine.cache.blocks.indexed[ids[1]]
+
+
 def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     served(driver, PROMPT)

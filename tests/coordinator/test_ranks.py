@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,6 +31,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 from tests.coordinator.driver import PROMPT, Driver, FakeWorker, continuation, model_info, submit
+from tests.coordinator.test_drafts import Drafter
 
 STEP_TIMEOUT_US = 60_000_000
 
@@ -50,7 +52,7 @@ class Ranks(Driver):
     def hello(self, rank: int, blocks: int = 16, **fields: Any) -> FakeWorker:
         """Connect a rank."""
         self._numbers += 1
-        worker = FakeWorker(self.machine, self._numbers, "w", blocks, model_info())
+        worker = self.worker_type(self.machine, self._numbers, "w", blocks, model_info())
         self.workers.append(worker)
         ours = {"rank": rank, "ranks": self.count} | fields
         self.apply(FromWorker(worker.number, WorkerHello(rid=1, name="w", pid=100 + self._numbers, **ours)))
@@ -183,6 +185,37 @@ def test_ranks_that_disagree_end_and_nothing_of_it_is_told() -> None:
     d.serve()
     d.run_until_idle()
     assert d.streamed[request] == continuation(PROMPT, 3)
+
+
+@pytest.mark.parametrize(("cut", "words"), [(1, "other rows were sampled"), (0, "slot 0, token")])
+def test_ranks_that_accept_other_drafts_end(cut: int, words: str) -> None:
+    """A rank that accepts one draft fewer, or samples another token behind the drafts, has another KV."""
+    d = Ranks(drafts_max=4, step_rows_max=16, steps_in_flight_max=1, block_size=16)
+    d.worker_type = Drafter
+    first, second = d.serve()
+    request = submit(d, max_tokens=12).request_id
+    d.turn()
+    d.answer(first)
+    proposed = second.execute(second.inbox.popleft())
+    assert proposed.draft_slots.size
+    d.report(second, msgspec.structs.replace(proposed, draft_tokens=proposed.draft_tokens + 1))  # a hint: it may differ
+    d.turn()
+    d.answer(first)
+    result = second.execute(second.inbox.popleft())
+    kept, before = result.tokens.size - cut, d.streamed[request][:]
+    assert kept > 1
+    tokens = result.tokens[:kept].copy()
+    tokens[-1] += not cut
+    wrong = StepResult(
+        result.step_id, result.epoch, (), 0, result.slots[:kept], tokens.astype(np.int32), result.logprobs[:kept]
+    )
+    d.report(second, wrong)
+    d.turn()
+    assert d.streamed[request] == before and not d.machine.workers
+    assert f"rank 1 disagrees with rank 0 in step 2: {words}" in d.heard(second, Refused)[0].error.message
+    d.serve()
+    d.run_until_idle()
+    assert d.streamed[request] == continuation(PROMPT, 12)
 
 
 def test_what_is_left_out_or_said_twice() -> None:

@@ -13,6 +13,7 @@ from kvforge.coordinator.core.events import FromWorker, ToWorker
 from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError
 from kvforge.protocol.messages import RefBlock, Refused, Rewind, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, continuation, model_info
+from tests.coordinator.test_drafts import Drafter
 
 SIZE, WINDOW_TOKENS, PAGES = 4, 8, 2
 RING = 16  # the longest sequence
@@ -237,3 +238,25 @@ def test_a_request_that_no_pool_holds_is_refused_by_its_windows() -> None:
     error = driver.refused(driver.submit_message([1] * 10, 4 * longest - 9), InvalidRequest)
     assert error.fields["context_tokens"] == 4 * longest
     assert served(driver, [1] * 10, 4 * longest - 10) == 0
+
+
+class DraftingWorker(WindowWorker, Drafter):
+    """A worker with windows that drafts."""
+
+
+@pytest.mark.parametrize("wrong", range(-1, SIZE - 1))
+def test_answers_with_drafts_are_the_answers_without_and_release_what_is_behind_the_window(wrong: int) -> None:
+    driver = Driver(drafts_max=8, step_rows_max=16)
+    driver.worker_type = DraftingWorker
+    driver.window = (WINDOW_TOKENS, PAGES, RING)
+    worker = driver.add_worker(64)
+    assert isinstance(worker, DraftingWorker)
+    worker.window, worker.wrong = WINDOW_TOKENS, wrong
+    prompts = [list(range(10, 10 + 5 * count)) for count in range(1, 4)]
+    requests = [driver.submit(prompt, 40) for prompt in prompts]
+    driver.run_until_idle()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answer_of(request) == driver.streamed[request] == continuation(prompt, 40)
+    found = [driver.machine.requests.known(request) for request in requests]
+    assert sum(each.drafted_tokens for each in found if each) > 0
+    assert (sum(each.accepted_tokens for each in found if each) > 0) == (wrong != 0)

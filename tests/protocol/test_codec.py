@@ -26,11 +26,13 @@ from kvforge.protocol.messages import (
     RowStart,
     SamplingParams,
     Step,
+    StepResult,
     Stream,
     Submit,
     Timings,
     WorkerHealth,
     WorkerReady,
+    WorkerWelcome,
     tag_of,
 )
 from tests.amount import examples
@@ -88,6 +90,39 @@ def test_arrays_and_scalars_survive_the_round_trip() -> None:
     assert again.ended == (ended,)
     assert again.request_ids.tolist() == [2**40]
     assert again.logprobs.tolist() == [-0.5]
+
+
+def test_drafts_and_proposals_survive_the_round_trip_and_take_no_byte_where_there_are_none() -> None:
+    step = Step(step_id=9, counts=np.array([1, 3], np.int32), drafts=np.array([0, 2], np.int32))
+    back = Decoder(WORKER_REPLIES).decode([bytes(frame) for frame in encode(step)])
+    assert isinstance(back, Step)
+    assert (back.counts.tolist(), back.drafts.tolist(), back.following.size) == ([1, 3], [0, 2], 0)
+    lists = {"slots": [4, 6, 6], "draft_slots": [6, 4], "draft_counts": [1, 2], "draft_tokens": [7, 8, 9]}
+    arrays = {name: np.array(values, np.int32) for name, values in lists.items()}
+    result = Decoder(WORKER_MESSAGES).decode([bytes(frame) for frame in encode(StepResult(9, 1, **arrays))])  # type: ignore[arg-type]
+    assert isinstance(result, StepResult)
+    assert {name: getattr(result, name).tolist() for name in lists} == lists
+    for without in (Step(step_id=9, slots=step.counts), StepResult(9, 1, slots=step.counts)):
+        names = [name for name, _ in type(without).FRAMES]
+        sizes = msgpack.unpackb(bytes(encode(without)[0]))["n"]
+        assert len(sizes) == names.index("slots") + 1
+
+
+def test_an_older_worker_and_an_older_coordinator_have_no_drafts() -> None:
+    worker = Decoder(WORKER_MESSAGES).decode(packed(ready(drafts=4), drafts=...))
+    assert isinstance(worker, WorkerReady)
+    assert worker.drafts == 0
+    welcome = WorkerWelcome(1, 1, "b", "/t", 16, 4, 8, 64, 4, drafts_max=4)
+    coordinator = Decoder(WORKER_REPLIES).decode(packed(welcome, drafts_max=...))
+    assert isinstance(coordinator, WorkerWelcome)
+    assert coordinator.drafts_max == 0
+    start = RowStart(slot=1, request_id=2, sampling=SamplingParams(), seed=3, drafts=4)
+    body = packed(Step(step_id=9, begins=(start,)))
+    entry = msgpack.unpackb(body[0])["begins"][0]
+    del entry["drafts"]
+    step = Decoder(WORKER_REPLIES).decode(packed(Step(step_id=9), begins=[entry]))
+    assert isinstance(step, Step)
+    assert step.begins[0].drafts == 0
 
 
 def ready(**changes: object) -> WorkerReady:

@@ -29,6 +29,7 @@ PLAIN = {
     "protocol/steady_clock.py": "is the steady clock",
     "protocol/steady_timeout.py": "is the timeout on the steady clock",
     "worker/step/graphs.py": "bounds work of its own",
+    "worker/step/prompt_graphs.py": "bounds work of its own",
     "worker/step/engine.py": "measures loading",
     "worker/step/connection.py": "measures watching of shared memory",
     "worker/step/loop.py": "measures steps; feeds systemd's watchdog, which counts by this clock",

@@ -48,6 +48,11 @@ class DeviceEvent:
         if self._event is not None:
             self._event.synchronize()
 
+    def hold_back(self) -> None:
+        """Make work that is queued from now on, in the queue that torch uses now, wait for the event."""
+        if self._event is not None:
+            self._event.wait()
+
     def ms_since(self, earlier: DeviceEvent) -> float:
         """Return the milliseconds of device time between two timed events that have passed."""
         if self._event is None or earlier._event is None:

@@ -69,6 +69,14 @@ class GrammarRow:
         if not self.matcher.consume_token(token):
             self.problem = self.stuck(f"token {token} was sampled, but the grammar does not allow it")
 
+    def behind(self, token: int) -> GrammarRow | None:
+        """Return a row of its own behind a drafted token; None if the grammar does not allow it."""
+        if self.matcher is None or self.problem is not None:
+            return None
+        row = GrammarRow(self.grammar, self.generated, matcher=self.matcher.deep_copy())
+        row.accept(token)
+        return row if row.problem is None else None
+
     def stuck(self, contradiction: str) -> KvforgeError:
         """Return the error of a stopped matcher: the contradiction, or the limit that the grammar reached."""
         assert self.matcher is not None

@@ -11,6 +11,8 @@ import torch
 from kvforge.protocol.messages import Int32Array
 from kvforge.worker.device.device import Device
 
+from .ahead import AheadRows
+
 NO_ROW = -1
 ROWS_AT_FIRST = 4
 
@@ -75,8 +77,21 @@ class PenaltyCounts:
             at = tokens[of].clamp(max=self._vocab_size - 1)
             self._table[rows, at] += 2 * good[of].int()
 
+    def add_accepted(self, slots: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]) -> None:
+        """Count tokens of the host. slots, tokens: [n] on the host; slots without a penalty are ignored."""
+        held = self.holds(slots)
+        if held.any():
+            assert self._table is not None
+            at = (self._device.upload(self._row[slots[held]]), self._device.upload(tokens[held].astype(np.int64)))
+            self._table.index_put_(at, torch.full_like(at[0], 2, dtype=torch.int32), accumulate=True)
+
     def apply(
-        self, scores: torch.Tensor, slots: npt.NDArray[np.integer], of: torch.Tensor, penalties: torch.Tensor
+        self,
+        scores: torch.Tensor,
+        slots: npt.NDArray[np.integer],
+        of: torch.Tensor,
+        penalties: torch.Tensor,
+        ahead: AheadRows | None = None,
     ) -> None:
         """Penalise rows of scores in place: repetition first, then presence and frequency.
 
@@ -85,10 +100,15 @@ class PenaltyCounts:
             slots: [m] on the host, the slots with a penalty.
             of: [m] int64 on the device, their rows of scores.
             penalties: [m, 3] float64 on the device: repetition, presence and frequency.
+            ahead: The m rows, if they sample behind drafts, which then count too.
         """
         assert self._table is not None
         width = min(self._vocab_size, scores.shape[1])
         occurred = self._table[self._device.upload(self._row[slots])][:, :width]
+        if ahead is not None:
+            rows, drafts = ahead.earlier_drafts()
+            at = (self._device.upload(rows), self._device.upload(drafts.clip(max=width - 1)))
+            occurred.index_put_(at, torch.full_like(at[0], 2, dtype=torch.int32), accumulate=True)
         repetition, presence, frequency = (column[:, None] for column in penalties.unbind(dim=1))
         mine = scores[of, :width]
         repeated = torch.where(mine > 0, mine / repetition, mine * repetition)

@@ -26,6 +26,7 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32A
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
 
+from .ahead import AheadRows
 from .draws import signed, uniforms
 from .filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
 from .penalties import LogitBias, PenaltyCounts
@@ -128,6 +129,18 @@ class HostRows:
             np.concatenate([part.top_counts for part in parts]),
             np.concatenate([padded(part.top_tokens) for part in parts]),
             np.concatenate([padded(part.top_logprobs) for part in parts]),
+        )
+
+    def pick(self, rows: npt.NDArray[np.integer]) -> HostRows:
+        """Return the rows at these indices."""
+        return HostRows(
+            self.tokens[rows],
+            self.logprobs[rows],
+            self.finite[rows],
+            self.banned[rows],
+            self.top_counts[rows],
+            self.top_tokens[rows],
+            self.top_logprobs[rows],
         )
 
     def top_logprobs_of(self, rows: npt.NDArray[np.integer]) -> tuple[Int32Array, Int32Array, Float32Array]:
@@ -235,15 +248,20 @@ class SamplingState:
         return self._plain[slots]
 
     def sample(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.integer], masks: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.integer],
+        masks: torch.Tensor | None = None,
+        ahead: AheadRows | None = None,
     ) -> SampledRows:
         """Sample a token for each row and advance its slot, unless the row is not finite or all tokens are banned.
 
         Args:
             logits: [n, vocab] float32 on the device, raw.
-            slots: [n] on the host, without repetition.
+            slots: [n] on the host, without repetition unless `ahead` is given.
             masks: [n, words] int32 on the device: bit t % 32 of word t // 32 allows token t, at least one per row;
                 None: all tokens are allowed.
+            ahead: The rows, if they sample behind drafts: then no slot advances until `advance`.
 
         Returns:
             The sampled rows.
@@ -253,21 +271,23 @@ class SamplingState:
         """
         on_device = self._device.upload(slots.astype(np.int64))
         good = finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
-        scores, banned = self._adjusted(logits, slots, on_device, masks)
+        scores, banned = self._adjusted(logits, slots, on_device, masks, ahead)
         if banned is not None:
             good = finite & ~banned
         tokens = torch.argmax(scores, dim=-1)  # the first of equal values: the lowest id wins a tie
+        positions = self._positions(on_device, ahead)
         drawn = np.flatnonzero(self._random[slots])
         if len(drawn) == len(slots):
-            tokens = self._draw(scores, slots, on_device)
+            tokens = self._draw(scores, slots, on_device, positions)
         elif len(drawn):
             rows = self._device.upload(drawn)
-            tokens[rows] = self._draw(scores[rows], slots[drawn], on_device[rows])
+            tokens[rows] = self._draw(scores[rows], slots[drawn], on_device[rows], positions[rows])
         normaliser = log_normaliser(logits)
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - normaliser).float()
         most_likely = self._most_likely(logits, normaliser, slots)
-        self.counts.add(slots, tokens, good)
-        self.move(on_device, tokens, good)
+        if ahead is None:
+            self.counts.add(slots, tokens, good)
+            self.move(on_device, tokens, good)
         return SampledRows(tokens, logprobs, finite, banned, most_likely)
 
     def feed(self, packed: torch.Tensor) -> torch.Tensor:
@@ -301,17 +321,9 @@ class SamplingState:
             packed: [3 * n] int32 on the device, receives the result in the format of `SampledRows.packed`.
             masks: As in `sample`.
         """
-        if self.runs_kernels:
-            from .kernels import choose_tokens
-
+        if self.splits:
             state = (self.values, self.seed, self.generated, self.last_token)
-            choose_tokens(logits, slots, wanted, *state, packed, self.overlap, masks)
-            return
-        if self._cpu_kernels:
-            from kvforge.worker.cpu import sampling as cpu_sampling  # imports numba
-
-            state = (self.values, self.seed, self.generated, self.last_token)
-            cpu_sampling.choose_tokens(logits, slots, wanted, *state, packed, masks)
+            self._choose_by_kernels(logits, slots, wanted, state, packed, masks)
             return
         finite = torch.isfinite(logits.sum(dim=-1))
         scores = logits if masks is None else logits.masked_fill(~unpacked(masks, logits.shape[1]), -torch.inf)
@@ -319,6 +331,67 @@ class SamplingState:
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - log_normaliser(logits)).float()
         self.move(slots, tokens, finite & (wanted != 0))
         packed.copy_(SampledRows(tokens, logprobs, finite, None, None).packed())
+
+    def sample_ahead(
+        self, logits: torch.Tensor, ahead: AheadRows, packed: torch.Tensor, masks: torch.Tensor | None = None
+    ) -> None:
+        """Do what `sample_simple` does for rows behind drafts, with kernels: no slot advances until `advance`.
+
+        Each row gets a slot of its own in a scratch state.
+
+        Args:
+            logits: [n, vocab] float32 on the device.
+            ahead: The rows, of simple slots (with masks: plain slots).
+            packed: As in `sample_simple`.
+            masks: As in `sample`.
+        """
+        assert self.splits, "only kernels sample by another path than `sample`"
+        slots = self._device.upload(ahead.slots.astype(np.int64))
+        own = torch.arange(len(ahead), device=slots.device)
+        scratch = (self.values[slots], self.seed[slots], self._positions(slots, ahead), torch.zeros_like(own))
+        self._choose_by_kernels(logits, own, torch.ones_like(own), scratch, packed, masks)
+
+    def advance(self, slots: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]) -> None:
+        """Advance slots by the accepted tokens of rows that sampled ahead.
+
+        Args:
+            slots: [n] on the host; the rows of a slot lie together.
+            tokens: [n] on the host, in the order of the answer.
+
+        Raises:
+            RuntimeError: torch failed.
+        """
+        upload = self._device.upload
+        last = np.append(slots[1:] != slots[:-1], True)
+        counts = np.diff(np.append(-1, np.flatnonzero(last)))
+        on_device = upload(slots[last].astype(np.int64))
+        self.last_token[on_device] = upload(tokens[last].astype(np.int64))
+        self.generated[on_device] += upload(counts.astype(np.int64))
+        self.counts.add_accepted(slots, tokens)
+
+    def _positions(self, slots: torch.Tensor, ahead: AheadRows | None) -> torch.Tensor:
+        """Return the number of tokens before each row's draw: [n] int64 on the device."""
+        generated = self.generated[slots]
+        return generated if ahead is None else generated + self._device.upload(ahead.offsets.astype(np.int64))
+
+    def _choose_by_kernels(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        wanted: torch.Tensor,
+        state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        packed: torch.Tensor,
+        masks: torch.Tensor | None,
+    ) -> None:
+        """Sample by the kernels; `state` holds values, seeds, generated and last tokens by slot."""
+        if self.runs_kernels:
+            from .kernels import choose_tokens
+
+            choose_tokens(logits, slots, wanted, *state, packed, self.overlap, masks)
+        else:
+            from kvforge.worker.cpu import sampling as cpu_sampling  # imports numba
+
+            cpu_sampling.choose_tokens(logits, slots, wanted, *state, packed, masks)
 
     def move(self, slots: torch.Tensor, tokens: torch.Tensor, good: torch.Tensor) -> None:
         """Record sampled tokens where `good`. slots, tokens: [n] int64 on the device. good: [n] bool on the device."""
@@ -331,6 +404,7 @@ class SamplingState:
         slots: npt.NDArray[np.integer],
         on_device: torch.Tensor,
         masks: torch.Tensor | None,
+        ahead: AheadRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply biases, penalties and masks.
 
@@ -352,10 +426,17 @@ class SamplingState:
         rows = np.flatnonzero(penalised)
         if len(rows):
             of = self._device.upload(rows)
-            self.counts.apply(scores, slots[rows], of, self.values[on_device[of]][:, PENALTIES])
+            behind = None if ahead is None else ahead.pick(rows)
+            self.counts.apply(scores, slots[rows], of, self.values[on_device[of]][:, PENALTIES], behind)
         return scores, banned
 
-    def _draw(self, scores: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor) -> torch.Tensor:
+    def _draw(
+        self,
+        scores: torch.Tensor,
+        slots: npt.NDArray[np.integer],
+        on_device: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
         """Draw a token for each row: [n] int64. scores: [n, vocab], adjusted; every temperature is above 0."""
         values, vocab = self.values[on_device], scores.shape[1]
         tempered = scores.double() / values[:, TEMPERATURE, None]
@@ -370,7 +451,7 @@ class SamplingState:
         if len(group):
             rows = self._device.upload(group)
             tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, MIN_P]), -torch.inf)
-        seeds, positions = self.seed[on_device], self.generated[on_device]
+        seeds = self.seed[on_device]
         if self._cpu_kernels:
             from kvforge.worker.cpu import sampling as cpu_sampling
 

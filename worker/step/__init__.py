@@ -5,9 +5,11 @@ poll_backoff.py   how long the loop sleeps while a step runs
 connection.py   the connection to the coordinator
 engine.py       objects made once: model, pool, runner; memory.py: the pool's size and the memory accounts
 checks.py, starts.py   validation of a whole step before it runs
+draft_checks.py validation of rows with drafts
 runner.py       turns a step into tensors, a forward pass and sampled rows, queued on the device without waiting
+row_sampler.py  queues the sampling of rows; rows with drafts advance by the tokens that count
 shaping.py      rows under a grammar: their sampling waits for their token masks
-graphs.py       decode steps from captured graphs
+graphs.py       decode steps from captured graphs; prompt_graphs.py: steps with few prompt tokens
 pending.py      a step in flight, and its outcome; meter.py: the cost of steps
 
 Law: launching a step never waits for the device; only `ModelRunner.finish` does. A faulty row fails alone. Entry

@@ -17,9 +17,11 @@ from kvforge.protocol.messages import Int32Array, Step
 from kvforge.worker.attention.windows import WindowTables, seen_blocks
 from kvforge.worker.sampling.sampler import NO_TOKEN
 
+from .draft_checks import bad_drafts, draft_problem, malformed_drafts
 from .row_start_checks import split_history
 
 BoolArray = npt.NDArray[np.bool_]
+ARRAYS = tuple(name for name, _ in Step.FRAMES)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StepLimits:
     state_blocks: int = 0
     window: int = 0
     window_pages: int = 0
+    drafts_max: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Rows:
         states: [rows, state blocks] int32, the pages of each row's recurrent state, pool-local block ids; None for a
             model without one.
         windows: The pages of layers that keep a window; None for a model without such layers.
+        drafts: [rows] int32, how many of each row's last tokens are drafts; None for none.
     """
 
     slots: Int32Array
@@ -90,6 +94,7 @@ class Rows:
     scoring: Scoring | None = None
     states: Int32Array | None = None
     windows: WindowTables | None = None
+    drafts: Int32Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -110,6 +115,7 @@ class Rows:
             None if self.scoring is None else replace(self.scoring, places=self.scoring.places[inside]),
             None if self.states is None else self.states[keep],
             None if self.windows is None else self.windows.pick(keep),
+            None if self.drafts is None else self.drafts[keep],
         )
 
 
@@ -122,7 +128,7 @@ def find_malformed(
 ) -> InvalidRequest | None:
     """Return the first fault that makes the whole step unreadable, or None."""
     rows = step.slots.size
-    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros", "scored", "following"):
+    for name in ARRAYS:
         array = getattr(step, name)
         if array.ndim != 1 or array.dtype != np.int32:
             return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
@@ -140,6 +146,8 @@ def find_malformed(
     if len(step.tokens) > limits.step_tokens_max:
         problem = f"{len(step.tokens)} tokens are more than step_tokens_max = {limits.step_tokens_max}"
         return InvalidRequest("tokens", problem)
+    if (fault := malformed_drafts(step, min(limits.step_rows_max, limits.slots_max))) is not None:
+        return fault
     if rows and (step.counts.min() < 1 or int(step.counts.sum(dtype=np.int64)) != len(step.tokens)):
         return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
     if len(step.zeros) and not 0 <= step.zeros.min() <= step.zeros.max() < limits.blocks:
@@ -262,6 +270,8 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
     if len(rows.tokens) != len(rows):
         first = np.cumsum(rows.counts) - rows.counts
         lowest, highest = np.minimum.reduceat(rows.tokens, first), np.maximum.reduceat(rows.tokens, first)
+    if rows.drafts is not None:
+        suspect |= bad_drafts(rows.drafts, rows.counts, rows.samples, lowest, rows.generated, limits.drafts_max)
     suspect |= (lowest < NO_TOKEN) | (highest >= limits.vocab_size)
     suspect |= (lowest == NO_TOKEN) & ~has_sampled[np.where(outside, 0, slots)]
     # Viewed as unsigned, negative ids are large. Entries past a row's last block are not read.
@@ -300,6 +310,12 @@ def _row_problem(
         return InvalidRequest("starts", f"{end} tokens exceed the context of {limits.context_tokens_max}")
     if rows.samples[row] not in (0, 1):
         return InvalidRequest("samples", f"must be 0 or 1, not {rows.samples[row]}")
+    if rows.drafts is not None and rows.drafts[row]:
+        end_token = int(rows.counts[: row + 1].sum())
+        generated = rows.generated[end_token - len(tokens) : end_token]
+        problem = draft_problem(int(rows.drafts[row]), int(rows.samples[row]), tokens, generated, limits.drafts_max)
+        if problem is not None:
+            return problem
     if tokens.min() < NO_TOKEN or tokens.max() >= limits.vocab_size:
         worst = int(tokens.min() if tokens.min() < NO_TOKEN else tokens.max())
         return InvalidRequest("tokens", f"token id {worst} is outside the vocabulary of {limits.vocab_size}")

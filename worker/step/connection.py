@@ -50,7 +50,7 @@ class CoordinatorConnection:
         trust.check_endpoint(endpoint, "runtime_dir")  # before there is anything to close
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
-        self._wakeup_fd = wakeup_fd
+        self._wakeup_fd, self._other_fd = wakeup_fd, -1
         self._watch: StepRingReader | None = None
         self._watch_ns = self._active_ns = 0
         self._steps = 0  # that came over the socket since `watch`
@@ -75,6 +75,8 @@ class CoordinatorConnection:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wakeup_fd, zmq.POLLIN)
+        if self._other_fd >= 0:
+            self._poller.register(self._other_fd, zmq.POLLIN)
         self._socket.connect(self.endpoint)
 
     def _close(self) -> None:
@@ -102,6 +104,16 @@ class CoordinatorConnection:
     def watch(self, steps: StepRingReader | None, watch_us: int) -> None:
         """Poll shared memory for steps too, for `watch_us` after each message. With None, stop polling."""
         self._watch, self._watch_ns, self._steps = steps, watch_us * 1000, 0
+
+    def also_wake(self, fd: int) -> None:
+        """End the wait of `receive` also when another descriptor is readable; -1: none."""
+        if fd == self._other_fd:
+            return
+        if self._other_fd >= 0:
+            self._poller.unregister(self._other_fd)
+        if fd >= 0:
+            self._poller.register(fd, zmq.POLLIN)
+        self._other_fd = fd
 
     def receive(self, timeout_ms: int) -> Message | None:
         """Return the next message; None after the timeout, on a signal, or if the connection changed.

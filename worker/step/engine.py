@@ -28,6 +28,9 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.model_path import find_model
 
+from .disk_opening import open_disk_tier
+from .graphs import CAPTURE_S
+from .host_opening import open_host_tier
 from .memory import (
     DeviceBytes,
     MemoryAccounts,
@@ -39,6 +42,7 @@ from .memory import (
     weight_bytes,
     window_limits,
 )
+from .prompt_graphs import START_S
 from .runner import ModelRunner
 
 log = logging.getLogger("worker")
@@ -53,6 +57,7 @@ class Engine:
         ranks: The group of ranks; None for one.
         model: The model.
         pool: Its KV pool.
+        host: Copies blocks from and to the host file; None without one.
         runner: Runs the steps of the present coordinator.
         ring_blocks: Blocks of a sequence's ring of window pages; 0: no layer keeps a window.
     """
@@ -127,6 +132,8 @@ class Engine:
         log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         for what, kernel in self.kernels().items():
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
+        self.host = open_host_tier(config, self.model, self.pool)
+        self.disk = open_disk_tier(config, self.model, self.pool, self.host) if self.host is not None else None
         self.runner: ModelRunner = self._make_runner(welcome)
         self._limits, self.ring_blocks = _limits(welcome), ring_blocks(self.model, welcome)
         progress("preparing grammars", 1.0)
@@ -171,7 +178,8 @@ class Engine:
         if graphs is None or self.ranks is not None:
             return False
         free_before = self.device.free_bytes()
-        more = graphs.capture_missing()
+        prompts = self.runner.prompt_graphs
+        more = (prompts is not None and prompts.capture_missing()) or graphs.capture_missing()
         if self.device.owns_memory:
             self._accounts.graphs += max(0, free_before - self.device.free_bytes())
         return more
@@ -195,8 +203,12 @@ class Engine:
         """
         if self.ranks is None or not self.ranks.capturable:
             with contextlib.suppress(RuntimeError):
+                if self.disk is not None:
+                    self.disk.close()
                 self.runner.close()
                 self.pool.close()
+                if self.host is not None:
+                    self.host.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -235,9 +247,14 @@ class Engine:
         free_before, started = self.device.free_bytes(), time.monotonic()
         runner = make_runner(self.model, self.pool, welcome, self._graph_rows, self.config.grammar_trials)
         if runner.graphs is not None:
-            self._progress("capturing decode graphs", 1.0)
+            self._progress("capturing graphs", 1.0)
             runner.graphs.capture(few=self.config.graph_capture == CAPTURE_IDLE)
-            log.debug("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
+            captured = runner.graphs.captured
+            if runner.prompt_graphs is not None:
+                runner.prompt_graphs.capture(START_S if self.config.graph_capture == CAPTURE_IDLE else CAPTURE_S)
+                captured += runner.prompt_graphs.captured
+            log.debug("%d graphs captured in %.1f s", captured, time.monotonic() - started)
+        runner.host = self.host
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())
         return runner
@@ -255,4 +272,5 @@ def _noting(progress: Progress, compilation: CompilationMeter) -> Progress:
 
 def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:
     """Return the limits that a runner depends on."""
-    return (welcome.slots_max, welcome.step_tokens_max, welcome.step_rows_max, welcome.blocks_per_sequence_max)
+    sizes = (welcome.slots_max, welcome.step_tokens_max, welcome.step_rows_max, welcome.blocks_per_sequence_max)
+    return (*sizes, welcome.drafts_max)

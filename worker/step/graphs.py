@@ -37,7 +37,7 @@ from kvforge.worker.device.queue import DeviceEvent, HostBuffer
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import SamplingState
 
-from .checks import Rows
+from .checks import BoolArray, Rows
 from .pending import Sampled
 
 ROWS_MAX = 512  # larger batches keep the device busy without graphs
@@ -95,7 +95,11 @@ class _Bucket:
 
 
 class DecodeGraphs:
-    """The captured graphs of one model over one pool."""
+    """The captured graphs of one model over one pool.
+
+    Attributes:
+        memory: Memory of their intermediate results, for other graphs too that run on the same stream; None on a CPU.
+    """
 
     def __init__(self, model: LoadedModel, pool: KvPool, state: SamplingState, rows_max: int, width: int) -> None:
         """Allocate the shared inputs; capture nothing yet.
@@ -114,7 +118,7 @@ class DecodeGraphs:
         self._sizes = list(bucket_sizes(rows_max))
         self._buckets: dict[int, _Bucket] = {}
         self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
-        self._memory = model.device.graph_memory()
+        self.memory = model.device.graph_memory()
         self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
         self._landing = HostBuffer(model.device, 3 * self._sizes[-1])
         self._logits: torch.Tensor | None = None  # last launch
@@ -191,8 +195,13 @@ class DecodeGraphs:
         held = [size for size in self._buckets if size >= rows]
         return self._buckets[min(held)] if held else None
 
-    def launch(self, rows: Rows) -> Launched:
+    def launch(self, rows: Rows, ahead: BoolArray | None = None) -> Launched:
         """Queue a step that `can_run` accepted.
+
+        Args:
+            rows: The rows.
+            ahead: [rows] bool, rows that sample behind drafts: the graph leaves their logits and advances no slot.
+                None: none does.
 
         Raises:
             RuntimeError: torch failed to replay the graph.
@@ -201,6 +210,9 @@ class DecodeGraphs:
         bucket = self._captured_for(count)
         assert bucket is not None, "only for rows that `can_run` accepted"
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
+        if ahead is not None:
+            simple &= ~ahead
+            rows = replace(rows, slots=np.where(ahead, np.int32(self._state.slots_max), rows.slots))
         self._fill(bucket, rows, simple)
         begin = DeviceEvent(device, timed=True)
         bucket.captured.replay()
@@ -227,7 +239,7 @@ class DecodeGraphs:
         """Drop all graphs and their memory."""
         self._model.device.synchronize()
         self._sizes, self._buckets = [], {}
-        self._memory = self._logits = self._places = None
+        self.memory = self._logits = self._places = None
         self._model.device.release_cached()
 
     # ------------------------------------------------------------------------------------------------------ capturing
@@ -282,7 +294,7 @@ class DecodeGraphs:
         none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32), np.zeros(0, np.bool_))
         bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
         self._fill(bucket, none, np.zeros(0, np.bool_))  # padding rows only: the trial run writes to no live slot
-        captured = device.capture(run, self._memory)
+        captured = device.capture(run, self.memory)
         # The logits lie last in the graph's memory: the next graph may reuse the place, no later part of this graph
         # does.
         left[:] = [device.alias(left[0])]

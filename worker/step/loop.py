@@ -37,6 +37,8 @@ from kvforge.protocol.errors import (
     restore,
 )
 from kvforge.protocol.messages import (
+    DiskOrders,
+    DiskScan,
     ErrorInfo,
     Int32Array,
     Message,
@@ -58,10 +60,12 @@ from kvforge.protocol.tables import TablesReader
 from kvforge.worker.attention.windows import WindowTables, ring_columns
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.cores import Cores, CoreShare
+from kvforge.worker.disk.copier import DiskCopier
 from kvforge.worker.startup import StartupTimeline
 
 from .connection import CoordinatorConnection
 from .engine import Engine
+from .host_transfers import COPY_NUMBERS
 from .poll_backoff import PollBackoff
 from .runner import STEPS_UNDER_WAY_MAX, FatalStepError, ModelRunner, PendingStep
 
@@ -225,6 +229,8 @@ class Worker:
             )
         else:
             self._engine.adopt(welcome)
+            if self._engine.disk is not None:  # its orders are those of another coordinator
+                self._engine.disk.restart()
             self._idle_work = True
         return self._map_tables(welcome)
 
@@ -299,7 +305,7 @@ class Worker:
         """Register the pool. Return False if the coordinator went away."""
         assert self._engine is not None
         self._timeline.enter("registering")
-        model, pool = self._engine.model, self._engine.pool
+        model, pool, host, disk = self._engine.model, self._engine.pool, self._engine.host, self._engine.disk
         ready = WorkerReady(
             rid=self._next_rid(),
             model=model.info,
@@ -317,6 +323,10 @@ class Worker:
             window=model.geometry.window,
             window_pages=model.geometry.window_pages,
             window_blocks=self._engine.ring_blocks,
+            drafts=self._engine.runner.limits.drafts_max,
+            host_blocks=host.file.blocks if host is not None else 0,
+            host_identity=host.file.identity if host is not None else "",
+            disk_blocks=disk.blocks if disk is not None else 0,
         )
         self._connection.watch(None, 0)
         reply = self._ask(ready)
@@ -339,11 +349,17 @@ class Worker:
 
     def _serve(self) -> None:
         """Run steps in the order of their arrival until stopped or disconnected."""
+        assert self._engine is not None, "nothing to serve before the model is loaded"
+        disk = self._engine.disk
         while self._same_connection():
             self._feed()
+            if disk is not None:
+                self._answer_disk(disk)
             message = self._connection.receive(self._wait_ms())
             if isinstance(message, Step):
                 self._run_new_step(message)
+            elif isinstance(message, DiskScan | DiskOrders):
+                self._use_disk(message)
             elif isinstance(message, Stop):
                 log.info("stopping: %s", message.reason)
                 self._stopping = True
@@ -354,10 +370,29 @@ class Worker:
                 self._idle_work = self._engine.use_idle_time()
             while self._under_way and self._under_way[0][1].done():
                 self._answer()
+        if disk is not None:
+            self._connection.also_wake(-1)
         while self._stopping and self._connection.connected and self._under_way:
             self._answer()  # finish the steps already received
         if not self._stopping:
             log.warning("the coordinator is gone; waiting for another")
+
+    def _use_disk(self, message: DiskScan | DiskOrders) -> None:
+        """Take orders for the disk tier, or announce what was found there."""
+        disk = self._engine.disk if self._engine is not None else None
+        if disk is None or message.epoch != self._pool_at.epoch:
+            return
+        if isinstance(message, DiskScan):
+            self._connection.send(disk.scan(message))
+        else:
+            disk.take(message)
+
+    def _answer_disk(self, disk: DiskCopier) -> None:
+        """Send the results of orders that have ended. A recovered coordinator asks again for those that are lost."""
+        results = disk.results(self._pool_at.epoch)
+        if results is not None:
+            self._connection.send(results)
+        self._connection.also_wake(disk.fileno())
 
     @property
     def _runner(self) -> ModelRunner:
@@ -437,7 +472,11 @@ class Worker:
             GpuError: The device is lost.
         """
         step_id, pending = self._under_way.popleft()
-        outcome = self._runner.finish(pending)
+        try:
+            outcome = self._runner.finish(pending)
+        except FatalStepError as failure:
+            self._connection.send(WorkerFailed(error=ErrorInfo.of(failure)))
+            raise
         self._active_ns = time.monotonic_ns()
         self._backoff.end(len(self._under_way))
         started_ns = time.monotonic_ns()
@@ -446,6 +485,8 @@ class Worker:
             epoch=self._pool_at.epoch,
             errors=outcome.errors,
             duration_us=outcome.duration_us,
+            host_write_us=pending.host_us[0],
+            host_read_us=pending.host_us[1],
             slots=outcome.slots,
             tokens=outcome.tokens,
             logprobs=outcome.logprobs,
@@ -457,6 +498,11 @@ class Worker:
             prompt_top_counts=outcome.prompts.top_counts,
             prompt_top_tokens=outcome.prompts.top_tokens,
             prompt_top_logprobs=outcome.prompts.top_logprobs,
+            draft_slots=outcome.proposals.slots,
+            draft_counts=outcome.proposals.counts,
+            draft_tokens=outcome.proposals.tokens,
+            host_copied=pending.host_copied,
+            host_missed=pending.host_missed,
         )
         self._answered.append(result)
         self._connection.look()
@@ -533,4 +579,10 @@ def pool_local(step: Step, base: int) -> Step:
         step = msgspec.structs.replace(step, copies=local.reshape(-1))
     if step.zeros.size:
         step = msgspec.structs.replace(step, zeros=step.zeros - np.int32(base))
+    for name in ("host_writes", "host_reads"):
+        copies = getattr(step, name)
+        if copies.size:
+            local = copies.copy()
+            local[0::COPY_NUMBERS] -= base
+            step = msgspec.structs.replace(step, **{name: local})
     return step

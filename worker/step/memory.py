@@ -1,14 +1,17 @@
 """Device memory by purpose, and the size of the KV pool: the memory left by weights, graphs and the largest step.
 
 The memory that a step and the graphs need is measured: with a pool just large enough for the trial, the worker runs
-the largest step that the coordinator may send and captures the two largest decode graphs. The KV pool gets the rest.
+the largest step that the coordinator may send and captures the two largest graphs of each kind. The KV pool gets the
+rest.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,9 +26,11 @@ from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.loading.model import LoadedModel
 
 from .graphs import bucket_sizes
+from .host_transfers import buffer_bytes
 from .runner import ModelRunner
 
 MIB = 1 << 20
+Size = TypeVar("Size")
 log = logging.getLogger("worker")
 
 
@@ -161,6 +166,8 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     if config.kv_bytes or not device.owns_memory:
         return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
     needed = _trial_bytes(model, welcome, graph_rows_max)
+    if config.host_bytes:
+        needed += buffer_bytes(device, model.geometry.bytes_per_block)
     free = device.free_bytes()
     log.debug("the largest step and the graphs take %d MiB of %d MiB free", needed // MIB, free // MIB)
     usable = int(free * GPU_FREE_SHARE)
@@ -235,14 +242,21 @@ def _trial_windows(
 
 
 def _graph_bytes(runner: ModelRunner, rows_max: int) -> int:
-    """Estimate the bytes of all graphs: the largest, plus the growth caused by the second for each further one."""
+    """Estimate the bytes of all graphs."""
     assert runner.graphs is not None
     device = runner.model.device
+    needed = _bytes_of(device, bucket_sizes(min(rows_max, runner.limits.step_rows_max)), runner.graphs.capture_one)
+    if runner.prompt_graphs is not None:
+        needed += _bytes_of(device, runner.prompt_graphs.sizes, runner.prompt_graphs.capture_one)
+    return needed
+
+
+def _bytes_of(device: Device, sizes: Sequence[Size], capture: Callable[[Size], bool]) -> int:
+    """Estimate the bytes of graphs of one kind: the largest, plus what the second added for each further one."""
     took = []
-    sizes = bucket_sizes(min(rows_max, runner.limits.step_rows_max))
     for size in sizes[::-1][:2]:
         before = device.free_bytes()
-        runner.graphs.capture_one(size)
+        capture(size)
         took.append(before - device.free_bytes())
     return took[0] + sum(took[1:]) * (len(sizes) - 1)
 
@@ -284,4 +298,5 @@ def make_runner(
             table_width=welcome.blocks_per_sequence_max,
             graph_rows_max=graph_rows_max,
             trials=trials,
+            drafts_max=welcome.drafts_max,
         )

@@ -10,14 +10,18 @@ import torch
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent
+from kvforge.worker.drafts.drafter import NO_PROPOSALS, Proposals
+from kvforge.worker.sampling.ahead import AheadRows
 from kvforge.worker.sampling.grammar import GrammarRow, GrammarUntried
 from kvforge.worker.sampling.sampler import HostRows
 from kvforge.worker.sampling.scoring import NO_SCORES, PromptScores, ScoredPart
 
+from .host_transfers import HostWork
+
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The results of a step, on the host, in the step's row order.
+    """The results of a step, on the host, in the step's row order. A row with drafts has one or more entries.
 
     Attributes:
         slots: [sampled] int32.
@@ -29,6 +33,7 @@ class StepOutcome:
         top_tokens: As in StepResult.
         top_logprobs: As in StepResult.
         prompts: Log-probabilities of prompt tokens.
+        proposals: Drafts for the next step.
     """
 
     slots: Int32Array
@@ -40,6 +45,7 @@ class StepOutcome:
     top_tokens: Int32Array
     top_logprobs: Float32Array
     prompts: PromptScores = NO_SCORES
+    proposals: Proposals = NO_PROPOSALS
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Sampled:
         top_counts: [n] int32.
         bucket: Rows in `fetched`, n or more.
         chosen: [n] int64, indices of our rows in `fetched`; None: all.
+        ahead: The rows, if they sampled behind drafts; None: none did.
     """
 
     slots: Int32Array
@@ -59,6 +66,7 @@ class Sampled:
     top_counts: Int32Array
     bucket: int = 0
     chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+    ahead: AheadRows | None = None
 
     def rows(self) -> HostRows:
         """Return the rows. Call it after the step's end has passed."""
@@ -76,15 +84,19 @@ class DeferredRows:
         logits: [n, vocab] float32 on the device.
         slots: [n] int32.
         rows: Grammar state of each slot.
+        ahead: The rows, if they sample behind drafts; None: none does.
     """
 
     logits: torch.Tensor
     slots: Int32Array
     rows: tuple[GrammarRow, ...]
+    ahead: AheadRows | None = None
 
     def pick(self, keep: list[int], device_index: torch.Tensor) -> DeferredRows:
         """Return the rows at these indices, given on the host and on the device."""
-        return DeferredRows(self.logits[device_index], self.slots[keep], tuple(self.rows[place] for place in keep))
+        rows, ahead = tuple(self.rows[place] for place in keep), self.ahead
+        picked = None if ahead is None else ahead.pick(np.array(keep, np.int64))
+        return DeferredRows(self.logits[device_index], self.slots[keep], rows, picked)
 
 
 @dataclass(eq=False)
@@ -106,6 +118,11 @@ class PendingStep:
         waiting: Rows that sample once their grammar masks are known.
         shaped: Grammar state of those that have sampled, by slot.
         scored: Scored prompt tokens on their way to the host.
+        drafted: Slots of rows with drafts: their state is known once the step is finished.
+        host: The copies from and to the host; None for a step without any.
+        host_copied: The host blocks of these copies, as in StepResult.
+        host_missed: The host blocks that were not found, as in StepResult; known once the step is finished.
+        host_us: How long the copies to the host and those from it took, in microseconds; known then too.
     """
 
     number: int
@@ -122,13 +139,18 @@ class PendingStep:
     waiting: list[DeferredRows] = field(default_factory=list)
     shaped: dict[int, GrammarRow] = field(default_factory=dict)
     scored: list[ScoredPart] = field(default_factory=list)
+    drafted: frozenset[int] = frozenset()
+    host: HostWork | None = None
+    host_copied: Int32Array = field(default_factory=lambda: NO_INT32)
+    host_missed: Int32Array = field(default_factory=lambda: NO_INT32)
+    host_us: tuple[int, int] = (0, 0)
 
     def done(self) -> bool:
         """Return True once `ModelRunner.finish` will not wait."""
         if self.waiting:
             return False
         try:
-            return self.end is None or self.end.passed()
+            return (self.end is None or self.end.passed()) and (self.host is None or self.host.done())
         except RuntimeError:  # `ModelRunner.finish` reports the failure
             return True
 

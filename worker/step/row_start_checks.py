@@ -45,6 +45,10 @@ def problem_of(
         return InvalidRequest("seed", f"{start.seed} is not an unsigned 64-bit number")
     if not 0 <= start.generated < 1 << 31:
         return InvalidRequest("generated", f"{start.generated} is out of range")
+    if start.drafts < 0:
+        return InvalidRequest("drafts", f"{start.drafts} tokens to propose; 0 proposes none")
+    if not 0 <= start.shared_drafts < 1 << 63:
+        return InvalidRequest("shared_drafts", f"{start.shared_drafts} is not an unsigned 63-bit number")
     for tokens in history:
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             return InvalidRequest("history", f"a token id is outside the vocabulary of {vocab_size}")

@@ -2,7 +2,8 @@
 
 Order of a step:
 
-1. Blocks that come from another tenant are zeroed.
+0. Blocks that were evicted are copied to the host.
+1. Blocks that come from another tenant are zeroed. Then blocks are filled from the host.
 2. Slots are assigned to new requests (`begins`).
 3. Blocks are copied.
 4. One forward pass writes K and V of the new tokens and runs attention.
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -37,17 +40,23 @@ from kvforge.worker.attention.pool import KvPool, require_positive
 from kvforge.worker.attention.windows import WindowTables
 from kvforge.worker.device.device import as_worker_error
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
+from kvforge.worker.drafts.drafter import Drafter, Proposals
+from kvforge.worker.drafts.lookup import LookupDrafter
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 from kvforge.worker.sampling.scoring import FINITE_COLUMN, ScoredPart, score, tokens_at_a_time, unpacked
 
 from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows, find_malformed
+from .draft_checks import drafts_possible
 from .graphs import DecodeGraphs
+from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks
 from .meter import Meter
-from .pending import DeferredRows, PendingStep, Sampled, StepOutcome, joined
+from .pending import PendingStep, StepOutcome, joined
+from .prompt_graphs import PromptGraphs, can_capture
+from .row_sampler import RowSampler, drafted_places
 from .row_start_checks import Histories, problem_of, split_history
 from .shaping import GrammarMasks
-from .token_kinds import split_by_kind, split_marks, split_passes
+from .token_kinds import split_by_kind, split_drafts, split_marks, split_passes
 
 STEPS_UNDER_WAY_MAX = 2
 NOT_FINITE = "the model returned logits that are not finite"
@@ -61,6 +70,10 @@ class FatalStepError(WorkerError):
 
 class RankDesyncError(FatalStepError):
     """A rank failed a step that other ranks completed: all ranks must restart."""
+
+
+class HostCopyError(FatalStepError):
+    """A copy from or to the host failed: later steps depend on it."""
 
 
 class StateLostError(FatalStepError):
@@ -79,10 +92,16 @@ class ModelRunner:
         table_width: Most blocks of a row; 0: as many as the context needs.
         graph_rows_max: Largest decode step, in rows, that runs from a captured graph; 0: none.
         trials: Limits of grammars.
+        drafts_max: The most drafted tokens of a row; 0: none. A model with recurrent states takes none.
+
+    Attributes:
+        host: Makes the copies from and to the host file; None without one.
 
     Raises:
         InvalidConfiguration: Names the invalid limit.
     """
+
+    host: HostTransfers | None = None
 
     def __init__(
         self,
@@ -95,6 +114,7 @@ class ModelRunner:
         table_width: int = 0,
         graph_rows_max: int = 0,
         trials: TrialLimits | None = None,
+        drafts_max: int = 0,
     ) -> None:
         limits = {"slots_max": slots_max, "step_tokens_max": step_tokens_max, "step_rows_max": step_rows_max}
         for field, value in limits.items():
@@ -112,10 +132,14 @@ class ModelRunner:
             state_blocks=pool.geometry.state_blocks,
             window=pool.geometry.window,
             window_pages=pool.geometry.window_pages,
+            drafts_max=min(drafts_max, drafts_possible(model, min(step_rows_max, slots_max))),
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
         self.shaping = GrammarMasks(model, slots_max, step_rows_max, trials or TrialLimits())
+        self._sampler = RowSampler(model.device, self._state, self.shaping)
+        context = model.info.context_tokens_max
+        self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -127,11 +151,16 @@ class ModelRunner:
         self._launched = 0
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         if graph_rows_max and model.can_be_captured:
             rows = min(graph_rows_max, step_rows_max)
             context_width = -(-model.info.context_tokens_max // pool.block_size)
             width = min(table_width or context_width, context_width)
             self.graphs = DecodeGraphs(model, pool, self._state, rows, width)
+            if can_capture(model, pool):
+                self.prompt_graphs = PromptGraphs(
+                    model, pool, self._state, rows, step_tokens_max, width, self.graphs.memory
+                )
 
     def run(
         self,
@@ -170,6 +199,7 @@ class ModelRunner:
         Raises:
             RankDesyncError: The pass failed on this rank of several: no rank can continue.
             StateLostError: The pass failed on a model with recurrent states.
+            HostCopyError: A copy from or to the host failed.
         """
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
@@ -185,12 +215,19 @@ class ModelRunner:
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
         fault = find_malformed(step, tables, self.limits, states, windows)
+        if fault is None and (step.host_writes.size or step.host_reads.size):
+            fault = bad_host_copies(step, self.limits.blocks, self.host.file.blocks if self.host is not None else 0)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
+        copies = fault is None and bool(step.host_writes.size or step.host_reads.size)
+        if copies:
+            self._save(step, pending)
         try:
             if fault is None or fault.field != "zeros":
                 self._zero(step.zeros)
             if fault is None:
+                if copies:
+                    self._load(step, pending)
                 self._carry_out(step, tables, pending, states, windows)
         except FatalStepError:
             raise
@@ -202,6 +239,20 @@ class ModelRunner:
         self.meter.launched(len(pending.slots), time.monotonic_ns() - started_ns)
         return pending
 
+    def _save(self, step: Step, pending: PendingStep) -> None:
+        """Queue a step's copies to the host."""
+        assert self.host is not None, "a malformed step copies nothing"
+        with _host_copies():
+            pending.host = HostWork(self.host.save(step.host_writes) if step.host_writes.size else None)
+
+    def _load(self, step: Step, pending: PendingStep) -> None:
+        """Queue a step's copies from the host."""
+        assert self.host is not None and pending.host is not None
+        with _host_copies():
+            if step.host_reads.size:
+                pending.host.loaded = self.host.load(step.host_reads)
+        pending.host_copied = copied_blocks(step)
+
     def _carry_out(
         self,
         step: Step,
@@ -210,11 +261,13 @@ class ModelRunner:
         states: npt.NDArray[np.int32] | None,
         windows: WindowTables | None,
     ) -> None:
-        tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds)
+        drafts = step.drafts if step.drafts.any() else None
+        tokens, generated = split_marks(step.tokens, step.counts, self.model.wants_kinds, drafts)
         rows = Rows(
             *(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated, Scoring.of(step)),
-            *(states, windows),
+            *(states, windows, drafts),
         )
+        self._refuse_unsettled(rows, pending)
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
         rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
@@ -223,12 +276,23 @@ class ModelRunner:
         if rows.scoring is not None:
             width = int(self._prompt_tops[rows.slots].max())
             rows = replace(rows, scoring=replace(rows.scoring, top_width=width))
+        if rows.drafts is not None:
+            pending.drafted = frozenset(rows.slots[rows.drafts > 0].tolist())
         absent = rows.tokens == NO_TOKEN
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
         self.shaping.submit(pending)
         self._queue(rows, pending)
         self._compile(pending)
+
+    def _refuse_unsettled(self, rows: Rows, pending: PendingStep) -> None:
+        """Record an error for rows of slots with drafts in flight: how far these advance is not known yet."""
+        for earlier in self._under_way:
+            if not earlier.drafted:
+                continue
+            for slot in earlier.drafted.intersection(rows.slots.tolist()) - pending.begun:
+                problem = f"slot {slot} has drafts in flight; send its next row after their result"
+                pending.errors[slot] = InvalidRequest("slots", problem)
 
     def _compile(self, pending: PendingStep) -> None:
         """Compile the grammars of rows that have begun, while the device computes."""
@@ -241,7 +305,7 @@ class ModelRunner:
         """Queue the remaining sampling, and record the end of the step's work."""
         for waiting in pending.waiting:
             try:
-                self._choose_shaped(waiting, pending)
+                self._sampler.sample_deferred(waiting, pending)
             except Exception as error:  # noqa: BLE001 - no memory for the masks, or the device is lost
                 failure = as_worker_error(error, "masks", self.model.device)
                 pending.errors.update((slot, failure) for slot in waiting.slots.tolist())
@@ -250,12 +314,6 @@ class ModelRunner:
             self._has_sampled[sampled.slots] = True
             self._sampled_in[sampled.slots] = pending.number
         self._end(pending)
-
-    @torch.inference_mode()
-    def _choose_shaped(self, waiting: DeferredRows, pending: PendingStep) -> None:
-        chosen, masks = self.shaping.masked(waiting, pending)
-        if len(chosen.slots):
-            self._sample(chosen.logits, chosen.slots, pending, masks)
 
     def _zero(self, blocks: Int32Array) -> None:
         """Zero blocks before the rest of the step, even if the rest is invalid.
@@ -282,13 +340,16 @@ class ModelRunner:
             self.finish(self._under_way[0])
         self._has_sampled[:] = False
         self._refused.clear()
+        if self.drafter is not None:
+            self.drafter.forget()
         self.shaping.grammars.forget()
 
     def close(self) -> None:
         """Drop the captured graphs. The caller keeps the pool."""
         self.reset()
-        if self.graphs is not None:
-            self.graphs.close()
+        for graphs in (self.graphs, self.prompt_graphs):
+            if graphs is not None:
+                graphs.close()
 
     # ------------------------------------------------------------------------------------------------------ beginning
 
@@ -311,6 +372,9 @@ class ModelRunner:
                 self._refused.pop(start.slot, None)
                 self._prompt_tops[start.slot] = min(start.sampling.prompt_logprobs or 0, self.model.vocab_size)
                 self._has_sampled[start.slot] = False
+                if self.drafter is not None:
+                    most = min(start.drafts, self.limits.drafts_max)
+                    self.drafter.begin(start.slot, *history, most, start.shared_drafts)
         try:
             self._state.upload_starts()
         except Exception as error:
@@ -335,28 +399,50 @@ class ModelRunner:
     # --------------------------------------------------------------------------------------------------------- queueing
 
     def _queue(self, rows: Rows, pending: PendingStep) -> None:
-        """Queue the rows: from a graph if they are all decodes and fit one, else as a pass."""
-        eager = rows.scoring is not None or not rows.generated.all()
-        if self.graphs is None or eager or not self.graphs.can_run(rows):
+        """Queue the rows: from a graph if they fit one, else as a pass."""
+        if not rows.generated.all():
+            if self.prompt_graphs is not None and self.prompt_graphs.can_run(rows):
+                self._queue_prompts(self.prompt_graphs, rows, pending)
+            else:
+                self._queue_pass(rows, pending)
+            return
+        single = None if self.graphs is None or rows.scoring is not None else split_drafts(rows)
+        if self.graphs is None or single is None or not self.graphs.can_run(single):
             self._queue_pass(rows, pending)
             return
         try:
-            launched = self.graphs.launch(rows)
+            launched = self.graphs.launch(single, drafted_places(rows))
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
-            self._require_repeatable(error)
-            failure = as_worker_error(error, "a decode graph", self.model.device)
-            pending.errors.update((slot, failure) for slot in rows.slots.tolist())
+            self._fail_graph(error, "a decode graph", rows, pending)
             return
         pending.busy = launched.busy
         if launched.sampled is not None:
             pending.sampled.append(launched.sampled)
         if len(launched.others):
-            self._sample(self.graphs.logits_of(launched.others), rows.slots[launched.others], pending)
+            self._sampler.sample_others(self.graphs.logits_of(launched.others), rows, launched.others, pending)
+
+    def _queue_prompts(self, graphs: PromptGraphs, rows: Rows, pending: PendingStep) -> None:
+        """Queue rows that `PromptGraphs.can_run` accepted."""
+        try:
+            launched = graphs.launch(rows)
+        except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
+            self._fail_graph(error, "a graph of prompt tokens", rows, pending)
+            return
+        if launched.sampled is not None:
+            pending.sampled.append(launched.sampled)
+        if launched.logits is not None:
+            self._sampler.sample(launched.logits, rows.slots[launched.others], pending)
+
+    def _fail_graph(self, error: Exception, what: str, rows: Rows, pending: PendingStep) -> None:
+        """Fail the rows of a graph that could not be launched."""
+        self._require_repeatable(error)
+        failure = as_worker_error(error, what, self.model.device)
+        pending.errors.update((slot, failure) for slot in rows.slots.tolist())
 
     def _queue_pass(self, rows: Rows, pending: PendingStep) -> None:
         """Queue the rows together. If that fails, queue them one by one, so that only the faulty ones fail."""
         try:
-            logits, sampled, scored = self._forward(rows)
+            logits, scored = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
             self._require_repeatable(error)
             device = self.model.device
@@ -371,8 +457,7 @@ class ModelRunner:
                 self._queue_pass(rows.pick(np.arange(len(rows)) == row), pending)
             return
         pending.scored += scored
-        if len(sampled):
-            self._sample(logits, sampled, pending)
+        self._sampler.sample_step(logits, rows, pending)
 
     def _require_repeatable(self, error: Exception) -> None:
         """Raise FatalStepError if a failed pass must not be made again.
@@ -386,15 +471,14 @@ class ModelRunner:
         if self.model.geometry.states:
             raise StateLostError(f"a step over recurrent states failed half-way: {text}") from error
 
-    def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
-        """Return logits [sampled, vocab] float32 on the device, their slots [sampled] int32, and scored tokens."""
+    def _forward(self, rows: Rows) -> tuple[torch.Tensor, list[ScoredPart]]:
+        """Return logits [sampled, vocab] float32 on the device, as `sampling_rows` orders them, and scored tokens."""
         found = [self._pass(*part) for part in split_passes(*split_by_kind(rows))]
         if len(found) == 1:
             return found[0]
-        scored = [part for _, _, parts in found for part in parts]
-        return torch.cat([logits for logits, *_ in found]), np.concatenate([slots for _, slots, _ in found]), scored
+        return torch.cat([logits for logits, _ in found]), [part for _, parts in found for part in parts]
 
-    def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array, list[ScoredPart]]:
+    def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, list[ScoredPart]]:
         """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
         batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, rows.states, rows.windows)
         samples = rows.samples == 1
@@ -413,9 +497,8 @@ class ModelRunner:
             # A failed step may have left NO_TOKEN. Clamp it: the row fails once the failure is known.
             token_ids = torch.where(token_ids == NO_TOKEN, self._state.last_token[slots].clamp_(min=0), token_ids)
         if rows.scoring is not None and (rows.scoring.places >= 0).any():
-            logits, scored = self._pass_and_score(token_ids, places, inputs[3 * count :], batch, rows)
-            return logits, rows.slots[samples], scored
-        return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples], []
+            return self._pass_and_score(token_ids, places, inputs[3 * count :], batch, rows)
+        return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), []
 
     def _pass_and_score(
         self,
@@ -444,61 +527,14 @@ class ModelRunner:
         packed = AsyncCopy(device, torch.cat(scored))
         return logits, [ScoredPart(slots, places, counts, packed)]
 
-    def _sample(
-        self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep, masks: torch.Tensor | None = None
-    ) -> None:
-        """Queue the sampling of all rows, or of single rows if that fails. Rows with a grammar wait for masks.
-
-        Args:
-            logits: [n, vocab].
-            slots: [n] on the host.
-            pending: The step.
-            masks: [n, words] int32 on the device, if all rows have a grammar.
-        """
-        device, state = self.model.device, self._state
-        if masks is None and self.shaping.grammars:
-            shaped = self.shaping.grammars.holds(slots)
-            if shaped.any():
-                part, rest = np.flatnonzero(shaped), np.flatnonzero(~shaped)
-                self.shaping.wait(pending, logits[device.upload(part)] if len(rest) else logits, slots[part])
-                if len(rest):
-                    self._sample(logits[device.upload(rest)], slots[rest], pending)
-                return
-        simple = (state.simple(slots) if masks is None else state.plain(slots)) & state.splits
-        if simple.any() and not simple.all():
-            for part in (np.flatnonzero(simple), np.flatnonzero(~simple)):
-                on_device = device.upload(part)
-                some = None if masks is None else masks[on_device]
-                self._sample(logits[on_device], slots[part], pending, some)
-            return
-        try:
-            choose = self._choose_simple if simple.all() else self._choose
-            pending.sampled.append(choose(logits, slots, masks))
-        except Exception as error:  # noqa: BLE001 - no memory for a few rows' filters: the others go on
-            if len(slots) == 1 or not device.survives():
-                failure = as_worker_error(error, "sampling", device)
-                pending.errors.update((slot, failure) for slot in slots.tolist())
-                return
-            device.release_cached()
-            for row in range(len(slots)):
-                one = slice(row, row + 1)
-                self._sample(logits[one], slots[one], pending, None if masks is None else masks[one])
-
-    def _choose(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
-        chosen = self._state.sample(logits, slots, masks)
-        return Sampled(slots, AsyncCopy(self.model.device, chosen.packed()), chosen.top_counts)
-
-    def _choose_simple(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
-        device = self.model.device
-        on_device = device.upload(slots.astype(np.int64))
-        packed = torch.empty(3 * len(slots), dtype=torch.int32, device=device.torch_device)
-        self._state.sample_simple(logits, on_device, torch.ones_like(on_device), packed, masks)
-        return Sampled(slots, AsyncCopy(device, packed), np.zeros(len(slots), np.int32))
-
     # -------------------------------------------------------------------------------------------------------- finishing
 
     def finish(self, pending: PendingStep) -> StepOutcome:
-        """Wait for the oldest step in flight, and return its outcome. Row and device failures do not raise."""
+        """Wait for the oldest step in flight, and return its outcome. Row and device failures do not raise.
+
+        Raises:
+            HostCopyError: A copy from or to the host failed.
+        """
         assert self._under_way[0] is pending, "finish steps in the order of their launch"
         waiting_ns = time.monotonic_ns()
         try:
@@ -506,16 +542,20 @@ class ModelRunner:
                 pending.end.wait()
         except RuntimeError as error:
             self._lost(pending, error)
+        if pending.host is not None:
+            with _host_copies():
+                pending.host_missed = pending.host.settle()
+                pending.host_us = pending.host.took_us()
         read: list[tuple[Int32Array, HostRows]] = []
         for sampled in pending.sampled:
-            rows = sampled.rows()
-            read.append((sampled.slots, rows))
+            slots, rows = self._sampler.read(sampled)
+            read.append((slots, rows))
             if rows.banned.any():
                 problem = InvalidRequest("sampling.logit_bias", "bans every token that may be sampled")
-                pending.errors.update((slot, problem) for slot in sampled.slots[rows.banned].tolist())
+                pending.errors.update((slot, problem) for slot in slots[rows.banned].tolist())
             if not rows.finite.all():
                 broken = WorkerError(NOT_FINITE)
-                pending.errors.update((slot, broken) for slot in sampled.slots[~rows.finite].tolist())
+                pending.errors.update((slot, broken) for slot in slots[~rows.finite].tolist())
         scored = [(part, part.rows()) for part in pending.scored]
         for part, values in scored:
             broken_slots = part.slots[values[:, FINITE_COLUMN] == 0].tolist()
@@ -524,18 +564,31 @@ class ModelRunner:
             pending.errors.setdefault(slot, spoiled)
         arrived_ns = time.monotonic_ns()
         self._under_way.popleft()
+        begun = frozenset(slot for later in self._under_way for slot in later.begun)
+        if pending.drafted:
+            self._sampler.advance(read, pending, begun)
         if pending.errors:
             self._fail_dependents(pending)
+        chosen = _tokens_of(read, pending) if pending.shaped or self.drafter is not None else {}
         if pending.shaped:
-            self.shaping.known(pending, _tokens_of(read, pending))
+            self.shaping.known(pending, chosen)
         if self._under_way and self._under_way[0].waiting:
             self._complete(self._under_way[0])
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
         outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
         if scored:
             outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
+        if self.drafter is not None:
+            outcome = replace(outcome, proposals=self._proposals(self.drafter, chosen, begun))
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
+
+    def _proposals(self, drafter: Drafter, chosen: dict[int, list[int]], begun: frozenset[int]) -> Proposals:
+        """Add sampled tokens, by slot, to the drafter, and return what it proposes for these slots."""
+        slots = [slot for slot in chosen if slot not in begun]
+        for slot in slots:
+            drafter.append(slot, chosen[slot])
+        return drafter.propose(slots)
 
     def _lost(self, pending: PendingStep, error: Exception) -> None:
         """Fail all rows of a step after a failure that cannot be attributed to one row."""
@@ -555,9 +608,20 @@ class ModelRunner:
                     later.spoiled[slot] = error
 
 
-def _tokens_of(read: list[tuple[Int32Array, HostRows]], pending: PendingStep) -> dict[int, int]:
-    """Return the sampled token of each slot that did not fail."""
-    chosen: dict[int, int] = {}
+@contextmanager
+def _host_copies() -> Iterator[None]:
+    """Convert failures of copies from and to the host."""
+    try:
+        yield
+    except (KvforgeError, RuntimeError, OSError, MemoryError) as error:
+        raise HostCopyError(f"a copy from or to the host failed: {error}") from error
+
+
+def _tokens_of(read: list[tuple[Int32Array, HostRows]], pending: PendingStep) -> dict[int, list[int]]:
+    """Return the sampled tokens of each slot that did not fail."""
+    chosen: dict[int, list[int]] = {}
     for slots, rows in read:
-        chosen.update(zip(slots.tolist(), rows.tokens.tolist(), strict=True))
-    return {slot: token for slot, token in chosen.items() if slot not in pending.errors}
+        for slot, token in zip(slots.tolist(), rows.tokens.tolist(), strict=True):
+            if slot not in pending.errors:
+                chosen.setdefault(slot, []).append(token)
+    return chosen

@@ -18,25 +18,31 @@ from .checks import BoolArray, Rows
 CELLS_MAX = 1 << 22  # limit of the block tables of one pass, in entries: each generated token has its own row
 
 
-def split_marks(tokens: Int32Array, counts: Int32Array, marked: bool) -> tuple[Int32Array, BoolArray]:
+def split_marks(
+    tokens: Int32Array, counts: Int32Array, marked: bool, drafts: Int32Array | None = None
+) -> tuple[Int32Array, BoolArray]:
     """Strip the marks from token ids.
 
     Args:
         tokens: [sum(counts)] int32 ids, marked or not.
         counts: [rows] int32, tokens of each row.
-        marked: Whether the coordinator marks generated tokens. Otherwise a row of a single token counts as generated.
+        marked: Whether the coordinator marks generated tokens. Otherwise a row of a single token counts as generated,
+            and so does one with drafts.
+        drafts: [rows] int32, drafted tokens of each row; None for none.
 
     Returns:
         The ids without marks, and a mask of the generated tokens: [sum(counts)] each.
     """
     if not marked:
-        return tokens, np.repeat(counts == 1, counts)
+        return tokens, np.repeat(counts == 1 if drafts is None else (counts == 1) | (drafts > 0), counts)
     generated = tokens.view(np.uint32) >= GENERATED  # NO_TOKEN, viewed as unsigned, counts as generated too
     return np.where(tokens >= GENERATED, tokens - GENERATED, tokens), generated
 
 
 def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
-    """Split rows into runs of prompt tokens and single generated tokens. The last part of a row samples for it.
+    """Split rows into runs of prompt tokens and single generated tokens.
+
+    The last part of a row samples for it. All parts of a row with drafts sample.
 
     Returns:
         The parts as rows, and a mask [parts] of the generated tokens.
@@ -53,7 +59,7 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     last = np.append(of[1:] != of[:-1], True)
     counts = np.diff(np.append(places, len(alone)))
     starts = rows.starts[of] + places - first[of]
-    samples = np.where(last, rows.samples[of], 0)
+    samples = np.where(last if rows.drafts is None else last | (rows.drafts[of] > 0), rows.samples[of], 0)
     cut = Rows(
         rows.slots[of],
         starts.astype(np.int32),
@@ -67,6 +73,13 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
         None if rows.windows is None else rows.windows.pick(of),
     )
     return cut, alone[places]
+
+
+def split_drafts(rows: Rows) -> Rows | None:
+    """Return the rows with each drafted token as a row of its own; None if another row has several tokens."""
+    if rows.drafts is None:
+        return rows if len(rows.tokens) == len(rows) else None
+    return split_by_kind(rows)[0] if len(rows.tokens) == len(rows) + rows.drafts.sum() else None
 
 
 def split_passes(rows: Rows, decodes: BoolArray) -> Iterator[tuple[Rows, BoolArray]]:

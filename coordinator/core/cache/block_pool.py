@@ -14,6 +14,8 @@ from ..clock import Clock
 from ..waits import Waits, blocks_of
 from .blocks import CACHED, CHECKPOINT, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
 from .hashing import Hashes
+from .host_copies import HostCopies
+from .host_writeback import HostWriteback
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
 from .tenants import Tenants
@@ -31,6 +33,8 @@ class BlockPool:
         mixed: Blocks are of several kinds: the model keeps a recurrent state, or has layers with a window.
         checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
         windows: Window blocks for the tokens of KV blocks, by the key of these. See `windows`.
+        host: Takes blocks that are evicted to the host; None without a host tier.
+        writeback: Takes note of blocks that were filled, to copy them to the host; None without a host tier.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class BlockPool:
         self._checkpoint_of: dict[int, int] = {}
         self.windows: dict[int, tuple[int, ...]] = {}
         self._window_of: dict[int, int] = {}
+        self.host: HostCopies | None = None
+        self.writeback: HostWriteback | None = None
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
         blocks.state[ids] = FREE
@@ -204,6 +210,8 @@ class BlockPool:
             return
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
+        if self.host is not None:
+            self.host.save(block)
         self.index.remove(block)
         gone.append(block)
 
@@ -453,6 +461,8 @@ class BlockPool:
             gone: list[int] = []
             self._remove_entry(block, gone)
             self._free_evicted(gone)
+        for child in index.strangers(block, value):
+            self.unindex(child)
         return index.add(block, parent, value, tokens)
 
     def index_each(
@@ -473,6 +483,8 @@ class BlockPool:
         Returns:
             Keys of the entries, [n] int64.
         """
+        if self.writeback is not None:
+            self.writeback.note(ids)
         if self.index.add_new(ids, parents, values, contents):
             return self.index.keys(ids)
         each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
@@ -482,6 +494,8 @@ class BlockPool:
         self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
     ) -> int:
         """Apply `index_block` to [n] consecutive blocks of one sequence. Return the key of the last entry."""
+        if self.writeback is not None:
+            self.writeback.note(ids)
         keys = self.index.keys(ids)
         if self.index.add_new(ids, np.concatenate([[parent], keys[:-1]]), values, contents):
             return int(keys[-1])

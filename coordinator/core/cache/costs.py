@@ -53,8 +53,8 @@ class StepCosts:
     def _fit(self, tokens: int, took: int) -> None:
         variance = self._steps * self._squares - self._tokens * self._tokens
         together = self._steps * self._products - self._tokens * self._took
-        if SPREAD * variance >= self._tokens * self._tokens and together > 0:
-            # A few slow steps can make tokens look free: limit how fast their cost falls.
+        if SPREAD * variance >= self._tokens * self._tokens:
+            # A few slow steps can make tokens look free, or less than that: limit how fast their cost falls.
             self.token = max(1, self.token // 2, together // variance)
             self.fixed = (self._took - self.token * self._tokens) // self._steps
             if self.fixed < 0:
@@ -65,6 +65,10 @@ class StepCosts:
             expected = self.fixed + self.token * tokens
             scale, whole = 3 * expected + min(took, FACTOR_MAX * expected), 4 * expected
             self.fixed, self.token = self.fixed * scale // whole, max(1, self.token * scale // whole)
+
+    def of(self, tokens: int) -> int:
+        """Return what a step with so many tokens takes, in units."""
+        return self.fixed + self.token * tokens
 
     def stretched(self, percent: int) -> int:
         """Return how many prompt tokens make a step take so many percent longer; 0 while no cost is known."""

@@ -33,7 +33,8 @@ class Eviction:
         read, are never chosen. Under policy `none`, only sequences that a waiting request will continue are eligible,
         and those that an ended request left. The former are recomputed when the request is scheduled. Without this
         exception, waiting requests could hold blocks that the running request needs, and deadlock. Pinned sequences
-        are chosen last, and only if no other row runs: in the group, or of a tenant that is at its ceiling.
+        are chosen last, and only if no other row runs: in the group, or of a tenant that is at its ceiling. With a host
+        tier, which takes their blocks, they are chosen before a row is.
 
         Args:
             group: The group that must provide the blocks.
@@ -87,6 +88,8 @@ class Eviction:
         rows, nothing = s.running & (s.pool == group.number), np.zeros(s.running.size, np.bool_)
         if group.pool.quarantined:  # these blocks come back with the next result
             return nothing
+        if group.host is not None:
+            return ~nothing
         asking_too = nothing.copy()
         asking_too[asking] = True
         if tenant:

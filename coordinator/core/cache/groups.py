@@ -15,6 +15,9 @@ from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 from .block_pool import BlockPool
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
+from .disk_copies import DiskCopies
+from .host_copies import HostCopies
+from .row_costs import RowCosts
 from .sequences import NextCells, Slots
 
 
@@ -161,12 +164,21 @@ class Group:
         window_blocks: Blocks of tokens that the ring of a sequence names.
         prompt_chunk: Steps cut prompts at multiples of this many tokens, if the model has a state.
         copies: Block copies that the next step must carry, even without rows: target -> (source, tokens).
+        host: Copies from and to the host tier; None if the worker has none.
         forming: Checkpoints of recurrent states that are being taken.
         suspect: A request that runs alone because workers died while running it; 0 for none.
         begins_bytes: Bytes in the next step for rows that begin with it.
+        drafts: The most tokens that the worker drafts and verifies for a row in a step; 0: none.
+        proposals: Tokens that the worker expects behind those of running rows, by slot; see `scheduling.drafts`.
+        row_costs: The costs of steps without prompt tokens, of a worker that drafts.
+        draft_wait: For how many steps it took no proposals when drafts did not pay, 0 since they did.
+        drafts_from: The step from which on it takes proposals; 0: it takes them.
+        drafted_total: Drafts that its steps have verified.
+        accepted_total: Drafts that became tokens.
         stopped: Requests that got no block for their next token when the last step was planned.
         idle_tails: Slots of ended requests that left a last token without KV. See `Scheduler._idle_tails`.
         interactive_us: When the last request ended that was none of a batch; -1 for never.
+        batch_step: The last step in which prompts of batches waited and no row of others ran.
         away: The worker was connected to an earlier coordinator process and has not reconnected.
         result_us: Arrival time of the last result.
         costs: The cost model of its steps.
@@ -183,9 +195,16 @@ class Group:
         self.state_blocks = ready.state_blocks
         self.window, self.window_pages, self.window_blocks = ready.window, ready.window_pages, ready.window_blocks
         self.prompt_chunk = ready.prompt_chunk if ready.state_blocks else 1
+        # A recurrent state cannot be cut back to the last accepted token.
+        self.drafts = 0 if ready.state_blocks else ready.drafts
+        self.proposals: dict[int, tuple[int, ...]] = {}
+        self.row_costs = RowCosts()
+        self.draft_wait = self.drafts_from = 0
+        self.drafted_total = self.accepted_total = 0
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}
+        self.host: HostCopies | None = None
         self.forming: list[FormingCheckpoint] = []
         self.started_slots: list[int] = []
         self.begins_bytes = 0
@@ -197,6 +216,7 @@ class Group:
         self.stopped: list[int] = []
         self.idle_tails: list[int] = []
         self.interactive_us = -1
+        self.batch_step = 0
         self.away = False
         self.result_us = 0
         self.costs = StepCosts()
@@ -210,9 +230,15 @@ class Group:
         """The id of the next step."""
         return self.last_step + 1
 
-    def step_took(self, prefill_tokens: int, duration_us: int) -> None:
-        """Record the duration of a finished step."""
-        self.costs.add(prefill_tokens, duration_us)
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next step must carry copies, even without rows."""
+        return bool(self.copies) or (self.host is not None and self.host.pending)
+
+    def step_took(self, prefill_tokens: int, duration_us: int, reads: bool = False) -> None:
+        """Record the duration of a finished step. reads: it waited for blocks from the host, which is no cost of it."""
+        if not reads:
+            self.costs.add(prefill_tokens, duration_us)
         duration_us = max(0, min(duration_us, DURATION_US_MAX))
         self.step_times[bisect_left(STEP_TIME.bounds, duration_us)] += 1
         self.step_times[-1] += duration_us
@@ -263,6 +289,9 @@ class Group:
         if dead and self.copies:
             for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():
                 self.copies.pop(block, None)
+        if dead and self.host is not None and self.host.reads:
+            for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():
+                self.host.cancel(block)
         return dead
 
     def release_sole(self, ids: BlockIds) -> bool:
@@ -271,6 +300,9 @@ class Group:
             return False
         for block in ids.tolist() if self.copies else ():
             self.copies.pop(block, None)
+        if self.host is not None and self.host.reads:
+            for block in ids.tolist():
+                self.host.cancel(block)
         return True
 
     def flush_copies(self) -> Int32Array:
@@ -280,6 +312,28 @@ class Group:
         triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
         self.copies.clear()
         return np.array(triples, np.int32)
+
+    def flush_host_copies(self, step: int) -> tuple[Int32Array, Int32Array]:
+        """Return and clear the host copies that a step carries: see `HostCopies.flush`."""
+        if self.host is None:
+            return NO_INT32, NO_INT32
+        self.order_writeback()
+        return self.host.flush(step)
+
+    @property
+    def owes_writeback(self) -> bool:
+        """Whether filled blocks wait for their turn to be written back."""
+        return self.pool.writeback is not None and bool(self.pool.writeback.backlog)
+
+    def order_writeback(self) -> None:
+        """Let the next step write filled blocks back to the host tier: see `HostWriteback.order`."""
+        if self.pool.writeback is not None:
+            self.pool.writeback.order()
+
+    @property
+    def disk(self) -> DiskCopies | None:
+        """Copies between the host tier and the disk tier; None if the worker has none."""
+        return self.host.disk if self.host is not None else None
 
     def flush_zeros(self) -> Int32Array:
         """Return and clear the blocks that the next step zeroes first: [n] int32."""
@@ -292,7 +346,7 @@ class Group:
         Returns:
             Whether the id was given up.
         """
-        if self.sent or self.copies or not self.pool.awaits_step:
+        if self.sent or self.has_copies or not self.pool.awaits_step:
             return False
         self.last_step += 1
         return True

@@ -43,8 +43,11 @@ def check_cache(cache: KVCacheManager) -> None:
     assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
     cache.pins.check_invariants()
     cache.windows.check_invariants()
+    cache.host_tiers.check_invariants()
     for group in cache.groups.values():
         group.check_invariants()
+        if group.host is not None:
+            group.host.check_invariants(s, group.number)
 
 
 def _check_hashed(cache: KVCacheManager, slot: int) -> None:

@@ -16,9 +16,14 @@ from .blocks import Blocks
 from .changes import IndexChanges
 from .checkpoints import Checkpoints
 from .continuing import Continuing
+from .disk_copies import DiskCopies
+from .disk_tier import DiskTier
 from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher
+from .host_copies import HostCopies
+from .host_tier import HostTier, HostTiers
+from .host_writeback import HostWriteback
 from .indexing import Indexing
 from .kept import KeptSequences
 from .pins import Pins
@@ -46,6 +51,7 @@ class KVCacheManager:
         pins: Blocks that clients hold.
         indexing: Indexes full blocks for prefix hits.
         continuing: Finds what a prompt shares with a kept sequence.
+        host_tiers: The books of the host files of workers.
         kept: The sequences that ended requests left to the next turn.
         prefix_pins: The beginnings of prompts that requests pinned.
         model: The model that the workers serve; None before the first worker is ready.
@@ -67,6 +73,7 @@ class KVCacheManager:
         self.sequences = Sequences(clock, limits, self.waits, first_id)
         self.pins = Pins(clock, self.blocks, self.tenants, bounds.holders_per_block_max)
         self.groups: dict[int, Group] = {}
+        self.host_tiers = HostTiers(bounds.pools_max, bounds.blocks_per_sequence_max, self.tenants)
         self.windows = Windows(self.sequences, self.blocks, self.groups, limits.schedule.step_tokens_max)
         self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences, self.windows)
         self.store = PrefixStore(bounds.blocks_max, block_size)
@@ -117,6 +124,12 @@ class KVCacheManager:
         pool = BlockPool(*parts, self._epochs, base, blocks, zeroing, mixed)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
+        if ready.host_blocks:
+            tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch)
+            group.host = pool.host = HostCopies(tier, index, self.blocks)
+            pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
+            if ready.disk_blocks:
+                group.host.disk = self.disk_copies(ready.disk_blocks, tier)
         if self.store.changed is not None:
             self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
@@ -128,6 +141,11 @@ class KVCacheManager:
         self.indexing.kinds |= ready.wants_kinds  # one index serves all workers, so kinds then differ for all
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
+
+    def disk_copies(self, blocks: int, host: HostTier) -> DiskCopies:
+        """Return the copies of a new disk tier of so many blocks, beside a host tier."""
+        tier = DiskTier(blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max)
+        return DiskCopies(tier, host)
 
     def drop_group(self, group: Group) -> Slots:
         """Drop the group of a dead worker, with its KV. Its sequences keep their tokens.
@@ -150,6 +168,8 @@ class KVCacheManager:
             self.store.changed.pool(group.number, pool.base, pool.count, gone=True)
         blocks.changed.append(np.arange(pool.base, pool.base + pool.count))
         self.residency.forget_kv(slots)
+        if group.host is not None:
+            group.host.lost()
         s.step_done(group.number, np.iinfo(np.int64).max)
         s.read_step[s.read_pool == group.number] = 0
         self.past_steps_total += group.steps_total
@@ -206,6 +226,8 @@ class KVCacheManager:
         assert idle is not None
         for group in self.groups.values():
             group.pool.forget_tenant(idle)
+        for tier in self.host_tiers.tiers.values():
+            tier.forget_tenant(idle)
         return self.tenants.intern(name, idle)
 
     def _idle_tenant(self, keep: int) -> int | None:

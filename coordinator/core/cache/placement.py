@@ -6,6 +6,7 @@ import numpy as np
 
 from .blocks import NO_BLOCKS, BlockIds
 from .groups import Group
+from .returns import Return
 
 NO_DONOR = -1
 
@@ -23,6 +24,8 @@ class Placement:
         windows: Window blocks to share, for the last of the shared blocks, [n] int64; see `windows`.
         partial_windows: Those to copy leading tokens from, with `partial`.
         ahead: Window blocks that the first steps of the sequence take. There must be room for them.
+        host: Host entries to copy to the first blocks behind `hits`: nodes of the group's tier.
+        returns: How a preempted request comes back by this plan; None if it has no choice.
         shared_end: Where a checkpoint is wanted, because the KV of more tokens is there; 0: nowhere.
     """
 
@@ -40,6 +43,8 @@ class Placement:
         self.checkpoint, self.shared_end = NO_BLOCKS, 0
         self.windows = self.partial_windows = NO_BLOCKS
         self.ahead = 0
+        self.host: tuple[int, ...] = ()
+        self.returns: Return | None = None
 
     @property
     def keep(self) -> BlockIds:
@@ -49,5 +54,5 @@ class Placement:
         return np.concatenate((ids, *more)) if more else ids
 
     def cached_tokens(self, block_size: int) -> int:
-        """Return how many prompt tokens already have KV."""
-        return int(self.hits.size) * block_size + self.partial[1]
+        """Return how many prompt tokens already have KV, on the device or on the host."""
+        return (int(self.hits.size) + len(self.host)) * block_size + self.partial[1]

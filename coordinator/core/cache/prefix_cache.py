@@ -82,6 +82,15 @@ class PrefixCache:
         """Return the chained hash of an indexed block."""
         return int(self._store.hash[block])
 
+    def parent_of(self, block: int) -> int:
+        """Return the parent key of an indexed block."""
+        return int(self._store.parent[block])
+
+    def tokens_of(self, block: int) -> Tokens:
+        """Return the tokens of an indexed block, [block_size] int32."""
+        tokens: Tokens = self._store.tokens[block]
+        return tokens
+
     def alive(self, key: int) -> bool:
         """Return whether a parent key is a root or still names an entry."""
         if key < 0:
@@ -159,6 +168,20 @@ class PrefixCache:
         """Return whether an indexed block holds exactly these tokens after exactly this parent."""
         return bool(self._store.parent[block] == parent) and np.array_equal(self._store.tokens[block], tokens)
 
+    def strangers(self, block: int, value: int) -> list[int]:
+        """Return the children that an earlier entry of a block has left, and that do not follow the hash `value`.
+
+        A block that is held while it is removed from the index keeps its key, also if its tokens change.
+        """
+        left = self._children.get(self.key(block))
+        if left is None:
+            return []
+        children = np.array(list(left) if isinstance(left, dict) else [left])
+        starts = np.full(children.size, value, np.uint64)
+        expected = self._hasher.extend(starts, self._store.tokens[children])
+        strange: list[int] = children[expected != self._store.hash[children]].tolist()
+        return strange
+
     def add(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
         """Index a block under a new chained hash and return the key of its entry."""
         assert self._blocks.state[block] != FREE, "a free block cannot be indexed"
@@ -211,10 +234,13 @@ class PrefixCache:
             contents: Tokens, [n, block_size] int32.
 
         Returns:
-            False, with nothing changed, if a block or a hash is indexed already, or if two hashes are equal.
+            False, with nothing changed, if a block or a hash is indexed already, if two hashes are equal, or if a block
+            has strangers.
         """
         store, hashes, new = self._store, values.tolist(), ids.tolist()
         if np.count_nonzero(self._blocks.indexed[ids]) or not self._by_hash.keys().isdisjoint(hashes):
+            return False
+        if not self._children.keys().isdisjoint(self.keys(ids).tolist()) and any(map(self.strangers, new, hashes)):
             return False
         assert not np.count_nonzero(self._blocks.state[ids] == FREE), "a free block cannot be indexed"
         before = len(self._by_hash)

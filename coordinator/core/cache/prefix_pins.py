@@ -2,7 +2,7 @@
 
 A pin is an idle sequence with a time to live, which shares the full blocks of the prompt's beginning. It is therefore
 journalled, explained and removed as any sequence. Two rules make it a pin: `KeptSequences` never drops it, and
-`Eviction` takes its blocks only where no row would give any.
+`Eviction` takes its blocks only where no row would give any, or where they go to a host tier.
 
 A tenant's pins hold at most `pinned_percent_max` of its ceiling, or of the pool if it has none, and all tenants' pins
 that much of the pool. A pin that does not fit is shortened to the blocks that do, or refused: the request then runs
@@ -82,10 +82,16 @@ class PrefixPins:
         return full * size
 
     def release(self, group: Group) -> bool:
-        """Remove the pins of a group because its rows cannot go on. Return whether there were any."""
+        """Take the blocks of a group's pins because its rows cannot go on. Return whether there were any.
+
+        The pins are removed, unless a host tier takes the blocks: they come back with the next use.
+        """
         s = self._sequences
         pins, names = np.flatnonzero(s.pinned & (s.pool == group.number)), self._tenants.names
         for slot in pins.tolist():
+            if group.host is not None:
+                self._residency.release_kv(slot)
+                continue
             self._kept.removals.note(int(s.id[slot]), names[int(s.tenant[slot])], "its blocks were needed")
             self._residency.remove(slot)
         return bool(pins.size)

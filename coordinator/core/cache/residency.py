@@ -76,12 +76,17 @@ class Residency:
         hits = group.index.match(salt, tokens, hashes)[: most // size]
         partial = (-1, 0)
         rest = tokens[hits.size * size : most]
+        needed = self._sequences.blocks_for(tokens.size) - hits.size
+        if group.host is not None and (host := group.host.match(salt, tokens, hashes, hits.size, most // size)):
+            found = Placement(group, hits, partial, needed)
+            found.host = host
+            return found
         if rest.size >= partial_tokens_min:
             parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
             block, common = group.index.match_partial(parent, rest)
             if common >= partial_tokens_min:
                 partial = (block, common)
-        return Placement(group, hits, partial, self._sequences.blocks_for(tokens.size) - hits.size)
+        return Placement(group, hits, partial, needed)
 
     def _plan_with_state(
         self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None
@@ -214,7 +219,15 @@ class Residency:
         s, group = self._sequences, placement.group
         pool, tenant = group.pool, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
-        self.make_room(group, tenant, placement.needed, placement.keep, _with_donor(np.array([slot]), placement))
+        if placement.host:
+            assert group.host is not None
+            group.host.hold(placement.host)  # blocks that make room are saved, and must not take theirs
+        try:
+            self.make_room(group, tenant, placement.needed, placement.keep, _with_donor(np.array([slot]), placement))
+        except CapacityExceeded:
+            if group.host is not None:
+                group.host.unhold(placement.host)
+            raise
         block, common = placement.partial
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
@@ -232,10 +245,25 @@ class Residency:
         s.resident_us[slot] = self._clock.now_us
         s.computed[slot] = s.scheduled[slot] = placement.cached_tokens(s.block_size)
         self._indexing.shared(group, slot, placement.hits)
-        if common:
+        if placement.host:
+            self._load(group, slot, placement, fresh)
+        if common or placement.host:
             s.last_step[slot] = group.next_step
             pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
+
+    def _load(self, group: Group, slot: int, placement: Placement, fresh: BlockIds) -> None:
+        """Fill the first of the fresh blocks from the host. They have no KV before the step is acknowledged."""
+        assert group.host is not None
+        s = self._sequences
+        group.host.load(slot, placement.host, fresh[: len(placement.host)].tolist(), int(s.scheduled[slot]))
+        s.computed[slot] = placement.hits.size * s.block_size
+
+    def _forget_load(self, slot: int) -> None:
+        """Do not count KV that is on its way from the host to a resident sequence."""
+        group = self._groups.get(int(self._sequences.pool[slot]))
+        if group is not None and group.host is not None:
+            group.host.forget(slot)
 
     def _give_state(self, group: Group, slot: int, fresh: BlockIds, placement: Placement) -> BlockIds:
         """Use the last of the fresh blocks for the sequence's recurrent state, and copy the checkpoint there.
@@ -280,6 +308,7 @@ class Residency:
         group = self._groups[int(s.pool[slot])]
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # index what it filled, so that it can be reused
             self._indexing.filled_by(group, slot)
+        self._forget_load(slot)
         dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
         if s.window_end[slot]:
             dead += group.release(self._windows.of(slot), int(s.last_step[slot]))
@@ -352,6 +381,11 @@ class Residency:
             return False
         return bool(s.last_step[slot] > self._groups[int(s.pool[slot])].pool.done_step)
 
+    def is_loading(self, slot: int) -> bool:
+        """Return whether KV of a resident sequence is on its way from the host."""
+        group = self._groups.get(int(self._sequences.pool[slot]))
+        return group is not None and group.host is not None and slot in group.host.loads
+
     def rewind(self, slot: int) -> None:
         """Discard the KV of the last token, which must be computed again to continue from it, and unacknowledged KV."""
         s = self._sequences
@@ -360,6 +394,7 @@ class Residency:
             s.computed[slot] = last
             if s.hashed[slot] * s.block_size > last:
                 self._indexing.restart(slot)
+        self._forget_load(slot)
         s.scheduled[slot] = s.computed[slot]
 
     def truncate(self, slot: int, length: int) -> None:
@@ -389,6 +424,7 @@ class Residency:
             self.release_kv(slot)  # its state is further
         s.pending[slot] = 0
         if not settles:
+            self._forget_load(slot)
             s.scheduled[slot] = s.computed[slot]
         keep = s.blocks_for(int(s.length[slot]))
         if s.pool[slot] != NO_POOL and s.used[slot] > keep:

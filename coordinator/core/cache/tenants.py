@@ -27,6 +27,10 @@ class Tenants:
         requests: Live requests of each tenant.
         service: Tokens computed for each tenant, divided by its weight.
         meters: Metrics of each tenant.
+        floor: Blocks of each pool that are reserved for each tenant.
+        ceiling: Blocks of each pool that each may occupy.
+        host_floor: The same of each host file.
+        host_ceiling: The same of each host file.
         changed: Tenants with new names, to be published.
     """
 
@@ -37,6 +41,8 @@ class Tenants:
         self.names: list[str] = [""]
         self.floor = np.zeros(most + 1, np.int64)
         self.ceiling = np.full(most + 1, NO_CEILING, np.int64)
+        self.host_floor = np.zeros(most + 1, np.int64)
+        self.host_ceiling = np.full(most + 1, NO_CEILING, np.int64)
         self.weight = np.ones(most + 1, np.float64)
         self.requests = np.zeros(most + 1, np.int64)
         self.service = np.zeros(most + 1, np.float64)
@@ -49,9 +55,12 @@ class Tenants:
             index = self.intern(name)
             self.floor[index] = quota.floor
             self.ceiling[index] = quota.ceiling or NO_CEILING
+            self.host_floor[index] = quota.host_floor
+            self.host_ceiling[index] = quota.host_ceiling or NO_CEILING
             self.weight[index] = quota.weight
         self._configured = len(self.names)
         self.has_quotas = any(quota.floor or quota.ceiling for quota in limits.quotas.values())
+        self.has_host_quotas = any(quota.host_floor or quota.host_ceiling for quota in limits.quotas.values())
 
     def check(self, name: str) -> None:
         """Validate a tenant name.
@@ -126,3 +135,7 @@ class Tenants:
     def ceiling_blocks(self, index: int) -> int:
         """Return the tenant's ceiling in blocks of one pool, or 0 if it has none."""
         return 0 if self.ceiling[index] == NO_CEILING else int(self.ceiling[index])
+
+    def host_ceiling_blocks(self, index: int) -> int:
+        """Return the tenant's ceiling in blocks of one host file, or 0 if it has none."""
+        return 0 if self.host_ceiling[index] == NO_CEILING else int(self.host_ceiling[index])

@@ -42,7 +42,7 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.kv_cache_manager import KVCacheManager
-from ..deadlines import DEADLINE, DRAIN, FIRST_TOKEN, LEASE, NEVER, TRIAL
+from ..deadlines import DEADLINE, DISK_WAIT, DRAIN, FIRST_TOKEN, LEASE, NEVER, TRIAL
 from ..events import FromClient
 from ..limits import microseconds
 from ..requests.request import CANCELLED, FINISHED, NO_SLOT, Request
@@ -298,6 +298,9 @@ class RequestCommands:
                 continue
             if kind == TRIAL:
                 self._admission.waits.wake(trial_of(request_id))
+                continue
+            if kind == DISK_WAIT:
+                self._admission.disk_waits.give_up(request)
                 continue
             age = f"{(self._clock.now_us - request.submitted_us) / 1e6:.3g} s"
             if kind == DEADLINE:

@@ -104,7 +104,7 @@ class SequenceCommands:
         if placement is not None:
             cache.residency.move_in(slot, placement)
             cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
-            cache.tenants.prefix_hit_tokens[tenant] += int(s.computed[slot])
+            cache.tenants.prefix_hit_tokens[tenant] += int(s.scheduled[slot])
         return self._info(slot, message.rid)
 
     def _place(self, message: CreateSequence, salt: int) -> Placement | None:

@@ -36,6 +36,8 @@ SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
 PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
+HOST_BLOCKS_MAX = DISK_BLOCKS_MAX = 1 << 20
+HOST_IDENTITY_MAX = 64
 DEVICE_PURPOSES_MAX = 16
 DEVICE_PURPOSE_LENGTH_MAX = 32
 KERNELS_MAX, KERNEL_LENGTH_MAX = 16, 1000
@@ -270,14 +272,35 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
     if message.blocks > bounds.blocks_max:
         raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {bounds.blocks_max}")
+    if not 0 <= message.drafts <= limits.schedule.drafts_max:
+        most = limits.schedule.drafts_max
+        raise ProtocolError(f"worker {name}: drafts must be 0 to schedule.drafts_max = {most}, not {message.drafts}")
     _states(name, message, limits)
     _windows(name, message, limits)
+    _host_tier(name, message)
     try:
         sampling(message.model.sampling, bounds, message.model)
     except InvalidRequest as error:
         raise ProtocolError(f"worker {name}: {error}") from None
     _device_bytes(name, message.device_bytes)
     _kernels(name, message.kernels)
+
+
+def _host_tier(name: str, message: WorkerReady) -> None:
+    """Validate what a worker announces about its host file."""
+    if not 0 <= message.host_blocks <= HOST_BLOCKS_MAX:
+        raise ProtocolError(f"worker {name}: host_blocks {message.host_blocks}: expected 0 to {HOST_BLOCKS_MAX}")
+    if not 0 <= message.disk_blocks <= DISK_BLOCKS_MAX:
+        raise ProtocolError(f"worker {name}: disk_blocks {message.disk_blocks}: expected 0 to {DISK_BLOCKS_MAX}")
+    if not message.host_blocks:
+        if message.disk_blocks:
+            raise ProtocolError(f"worker {name}: disk_blocks without host_blocks is not supported")
+        return
+    if not 0 < len(message.host_identity) <= HOST_IDENTITY_MAX:
+        size = len(message.host_identity)
+        raise ProtocolError(f"worker {name}: host_identity has {size} characters: expected 1 to {HOST_IDENTITY_MAX}")
+    if message.state_blocks or message.window_pages:
+        raise ProtocolError(f"worker {name}: host_blocks with state_blocks or window_pages is not supported")
 
 
 def _states(name: str, message: WorkerReady, limits: Limits) -> None:

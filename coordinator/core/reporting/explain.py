@@ -10,13 +10,15 @@ from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequenc
 from ..cache.block_pool import short_of
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
+from ..cache.host_copies import HostCopies
+from ..cache.host_tier import NO_HOST_BLOCK
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
-from ..waits import GRAMMAR, SIBLING, Wait
+from ..waits import DISK, GRAMMAR, HOST, SIBLING, Wait
 from .spent import duration, where_time_went
 from .statistics import live_tokens
 
@@ -75,10 +77,43 @@ class Explainer:
         if info.state == "quarantined":
             touch = self._cache.blocks.touch[block]
             sentences.append(f"it has no holder; step {touch} of {info.worker} may still touch it")
+        sentences += self._host_copy(block)
         if info.tenant:
             sentences.append(f"charged to tenant {info.tenant!r}")
         facts = _facts(info, "state", "worker") | {"holders": info.refcount}
         return f"block {block}", sentences, facts | _facts(info, "refcount", "generation", "tenant", "indexed")
+
+    def _host_copy(self, block: int) -> list[str]:
+        """Describe the copy of a block's content in the host tier, and the copies between both that are under way."""
+        host = self._cache.group_of_block(block).host
+        if host is None:
+            return []
+        tier = host.tier
+        if block in host.reads:
+            at = tier.nodes[host.reads[block]].block
+            return [f"the next step fills it from block {at} of the host tier: a request's prefix goes on there"]
+        if block in host.writes:
+            at = tier.nodes[host.writes[block]].block
+            return [f"the next step copies its old content to block {at} of the host tier: the pool evicted it"]
+        node, disk = host.entry_of(block), self._disk_copy(host, block)
+        if node is None or node.block == NO_HOST_BLOCK:
+            return disk
+        if node.written:
+            return [f"its content is in block {node.block} of the host tier too", *disk]
+        return [f"its content is being copied to block {node.block} of the host tier"]
+
+    def _disk_copy(self, host: HostCopies, block: int) -> list[str]:
+        """Describe the copy of an indexed block's content on the disk."""
+        if host.disk is None or not host.index.alive(host.index.key(block)):
+            return []
+        tier, tokens = host.disk.tier, host.index.tokens_of(block).tobytes()
+        found = tier.find(host.index.hash_of(block), tokens)
+        if found is None or tier.nodes[found].block == NO_HOST_BLOCK:
+            return []
+        at = tier.nodes[found]
+        if at.written:
+            return [f"its content is in block {at.block} of the disk tier"]
+        return [f"its content is being written to block {at.block} of the disk tier"]
 
     # -------------------------------------------------------------------------------------------------------- requests
 
@@ -90,7 +125,7 @@ class Explainer:
             error = f": {request.error}" if request.error else ""
             spent, details = where_time_went(request, self._clock.now_us)
             ended = f"it has ended ({request.state}, reason {request.reason}){error}"
-            return subject, [ended, spent], facts | details
+            return subject, [ended, spent, *_drafts(request)], facts | details | _draft_facts(request)
         if request.state == RUNNING:
             return self._running(seen, subject, request, facts)
         order = [waiting.id for waiting in self._admission.waiting]
@@ -128,7 +163,8 @@ class Explainer:
         if self._cache.groups[int(s.pool[slot])].away:
             away = "it waits for its worker to reconnect after a restart: it continues then, or elsewhere"
             return subject, [runs, away], {**facts, "limit": "away"}
-        sentences = [runs, *self._state(slot)]
+        sentences = [runs, *self._state(slot), *self._load(slot), *_returns(request), *_drafts(request)]
+        facts.update(_draft_facts(request))
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
             return subject, [*sentences, f"{prefill} tokens of its prompt are still to be computed"], facts
@@ -150,6 +186,8 @@ class Explainer:
             "kept": "room is kept for requests before it: it is tried when one has started",
             SIBLING: f"{other} computes the prompt that it shares: it starts when that is done",
             GRAMMAR: "its worker tries its grammar within limits of time and memory: it continues when that is done",
+            HOST: "a step brings its sequence back from the host tier: it starts when that is done",
+            DISK: "blocks of its prompt come from the disk tier: it starts when they are there, or without them",
             "alone": f"workers died while running {other}: that one runs alone until it has its next token",
         }
         if wait.limit == "alone" and self._admission.choice.must_be_alone(request):
@@ -211,20 +249,34 @@ class Explainer:
         used = f"last used {duration(info.idle_us)} ago"
         sentences = [f"{info.length} tokens, {info.computed_tokens} with KV, {used}"]
         if not info.resident:
-            sentences.append(
-                "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
-            )
+            sentences.append(self._not_resident(slot))
         else:
             sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
             sentences += self._state(slot) + self._window(slot)
         if info.pinned:
-            sentences.append("it is pinned for later prompts: it is evicted only where no running row frees blocks")
+            sentences.append(
+                "it is pinned for later prompts: it is evicted only where no running row frees blocks, "
+                "or to a host tier before a request is preempted"
+            )
         if info.request_id:
             sentences.append(f"request {info.request_id} works on it")
         elif ttl_us:
             sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if it stays unused")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident", "pinned")
+
+    def _not_resident(self, slot: int) -> str:
+        """Describe where the KV of a sequence without blocks is."""
+        s, indexing, size = self._cache.sequences, self._cache.indexing, self._cache.blocks.block_size
+        salt, tokens = int(s.salt[slot]), indexing.contents(s.tokens[slot, : int(s.length[slot])])
+        hashes = indexing.hashes(salt, tokens)
+        for group in self._cache.groups.values():
+            first = group.index.match(salt, tokens, hashes).size if group.host is not None else 0
+            found = group.host.match(salt, tokens, hashes, first, hashes.size) if group.host is not None else ()
+            if found:
+                words = f"it holds no blocks: {size * len(found)} of its tokens are in the host tier of {group.name}"
+                return f"{words}, behind {size * first} in cached blocks; they come back when a request needs them"
+        return "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
 
     def _window(self, slot: int) -> list[str]:
         """Describe the window blocks of a resident sequence."""
@@ -249,6 +301,16 @@ class Explainer:
         back = f"its last checkpoint is behind {last} tokens" if last else "there is no checkpoint of it"
         return [f"{s.state_used[slot]} more blocks hold its recurrent state, behind {s.scheduled[slot]} tokens; {back}"]
 
+    def _load(self, slot: int) -> list[str]:
+        """Describe what a resident sequence gets from the host tier."""
+        s = self._cache.sequences
+        host = self._cache.groups[int(s.pool[slot])].host
+        load = host.loads.get(slot) if host is not None else None
+        if load is None:
+            return []
+        when = f"step {load.step}" if load.step else "the next step"
+        return [f"{load.end - int(s.computed[slot])} tokens of its prefix come from the host tier with {when}"]
+
     def _tenant(self, name: str) -> Explained:
         tenants, cache = self._cache.tenants, self._cache
         index = tenants.peek(name)
@@ -263,6 +325,9 @@ class Explainer:
             live += tokens
             share = f"{tokens / places:.0%} of their token slots are live" if places else "none"
             sentences.append(f"{usage} of {group.pool.count} blocks on {group.name} ({usage * each} bytes): {share}")
+            if group.host is not None:
+                tier = group.host.tier
+                sentences.append(f"{tier.usage.get(index, 0)} of {tier.total} blocks of its host file")
         queried, hit = int(tenants.prefix_queried_tokens[index]), int(tenants.prefix_hit_tokens[index])
         if queried:
             sentences.append(f"prefix cache: {hit} of {queried} tokens were there ({hit / queried:.1%})")
@@ -286,3 +351,29 @@ def _facts(info: Message, *names: str) -> Facts:
 def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
     shown = ", ".join(map(str, ids[:16].tolist()))
     return f"{shown}, ... ({ids.size} in all)" if ids.size > 16 else shown
+
+
+def _returns(request: Request) -> list[str]:
+    """Describe how a request came back after its last preemption, if the host tier had blocks of it."""
+    how = request.returns
+    if how is None:
+        return []
+    copy = f"copying them takes {how.copy_us} us" if how.copy_us >= 0 else "no copy from the host has been measured"
+    compute = f"computing them {how.compute_us} us" if how.compute_us >= 0 else "no prompt token has been measured"
+    done = "it was computed again after its preemption" if not how.read else "it came back from the host tier"
+    return [f"{done}: {how.read} of the {how.found} blocks there were read, since {copy} and {compute}"]
+
+
+def _drafts(request: Request) -> list[str]:
+    """Return a sentence about what was drafted for a request, if anything was."""
+    if not request.drafted_tokens:
+        return []
+    now = "" if request.ended else f"; its next step has at most {request.draft_size}"
+    return [f"{request.accepted_tokens} of {request.drafted_tokens} drafted tokens were accepted{now}"]
+
+
+def _draft_facts(request: Request) -> Facts:
+    if not request.drafted_tokens:
+        return {}
+    facts: Facts = {"drafted_tokens": request.drafted_tokens, "accepted_tokens": request.accepted_tokens}
+    return facts if request.ended else facts | {"drafts": request.draft_size}

@@ -6,7 +6,7 @@ from kvforge.protocol.errors import Field
 
 from ..requests.phases import NAMES
 from ..requests.request import Request
-from ..waits import GRAMMAR, SIBLING, TENANT_CEILING
+from ..waits import DISK, GRAMMAR, HOST, SIBLING, TENANT_CEILING
 
 QUEUED_FOR = {
     "": "its turn",
@@ -21,6 +21,8 @@ QUEUED_FOR = {
     TENANT_CEILING: "room below its tenant's ceiling",
     SIBLING: "the request that computed its prompt",
     GRAMMAR: "its grammar to be tried",
+    HOST: "its sequence to come back from the host tier",
+    DISK: "blocks from the disk tier",
 }
 
 

@@ -10,10 +10,12 @@ import numpy.typing as npt
 
 from kvforge.protocol.layout import BLOCK_KINDS
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
-from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, ServiceInfo, WorkerInfo
+from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, POOL_COUNTS, TENANT_ROWS, ServiceInfo, WorkerInfo
 
 from ..cache.blocks import CHECKPOINT, KV, RECURRENT, REFERENCED, WINDOW
+from ..cache.disk_tier import DiskTier
 from ..cache.groups import Group
+from ..cache.host_tier import HostTier
 from ..cache.kv_cache_manager import KVCacheManager
 from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
 from ..requests.table import RequestTable
@@ -21,6 +23,8 @@ from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
 
 NO_USAGE = np.zeros(TENANT_ROWS + 1, np.int64)
+NO_HOST_ROW = (0,) * sum(name.startswith("host_") for name in POOL_COUNTS)
+NO_DISK_ROW = (0,) * sum(name.startswith("disk_") for name in POOL_COUNTS)
 
 
 def live_tokens(cache: KVCacheManager, group: Group, tenant: int = 0) -> int:
@@ -69,6 +73,7 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
     states = cache.blocks.state[pool.base : pool.base + pool.count]
     assert int(np.count_nonzero(states == REFERENCED)) == pool.referenced
     kinds = _kinds(cache, group)
+    tier = group.host.tier if group.host is not None else None
     return PoolStats(
         worker=group.name,
         state="ready",
@@ -90,7 +95,29 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
         state_blocks=kinds[RECURRENT],
         checkpoint_blocks=kinds[CHECKPOINT],
         window_blocks=kinds[WINDOW],
+        **_host_stats(tier),
+        disk=group.disk.stats() if group.disk is not None else None,
     )
+
+
+def _host_stats(tier: HostTier | None) -> dict[str, int]:
+    """Return the fields of PoolStats about a worker's host file; none without one."""
+    if tier is None:
+        return {}
+    return {
+        "host_blocks": tier.total,
+        "host_free": tier.free,
+        "host_cached": tier.cached,
+        "host_quarantined": tier.quarantined,
+        "host_saved_total": tier.saved_total,
+        "host_loaded_total": tier.loaded_total,
+        "host_evicted_total": tier.evicted_total,
+        "host_unsaved_total": tier.unsaved_total,
+        "host_swapped_total": tier.swapped_total,
+        "host_unswapped_total": tier.unswapped_total,
+        "host_missed_tags_total": tier.missed_tags_total,
+        "host_missed_checksums_total": tier.missed_checksums_total,
+    }
 
 
 def _kinds(cache: KVCacheManager, group: Group) -> list[int]:
@@ -143,6 +170,9 @@ def tenant_stats(cache: KVCacheManager, waiting: WaitingQueue) -> tuple[TenantSt
             ceiling=tenants.ceiling_blocks(index),
             weight=float(tenants.weight[index]),
             pending=pending[index],
+            host_blocks=sum(tier.usage.get(index, 0) for tier in cache.host_tiers.tiers.values()),
+            host_floor=int(tenants.host_floor[index]),
+            host_ceiling=tenants.host_ceiling_blocks(index),
         )
         for index in range(1, count)
     )
@@ -223,7 +253,49 @@ def pool_row(cache: KVCacheManager, group: Group) -> list[int]:
         kinds[RECURRENT],
         kinds[CHECKPOINT],
         kinds[WINDOW],
+        *_host_row(group.host.tier if group.host is not None else None, cache.blocks.block_size),
+        *_disk_row(group.host.disk.tier if group.host is not None and group.host.disk is not None else None),
     ]
+
+
+def _host_row(tier: HostTier | None, block_size: int) -> tuple[int, ...]:
+    """Return the counts of a worker's host file, from `host_blocks` on."""
+    if tier is None:
+        return NO_HOST_ROW
+    return (
+        tier.total,
+        tier.free,
+        tier.cached,
+        tier.quarantined,
+        tier.saved_total,
+        tier.loaded_total,
+        tier.evicted_total,
+        tier.unsaved_total,
+        tier.missed_tags_total,
+        tier.missed_checksums_total,
+        tier.loaded_total * block_size,
+    )
+
+
+def _disk_row(tier: DiskTier | None) -> tuple[int, ...]:
+    """Return the counts of a worker's disk tier, from `disk_blocks` on."""
+    if tier is None:
+        return NO_DISK_ROW
+    return (
+        tier.total,
+        tier.free,
+        tier.cached,
+        tier.quarantined,
+        tier.recovered_total,
+        tier.saved_total,
+        tier.loaded_total,
+        tier.evicted_total,
+        tier.unsaved_total,
+        tier.failed_total,
+        tier.late_total,
+        tier.missed_tags_total,
+        tier.missed_checksums_total,
+    )
 
 
 def tenant_blocks(cache: KVCacheManager) -> npt.NDArray[np.int64]:

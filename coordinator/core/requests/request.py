@@ -17,8 +17,9 @@ from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeE
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, SamplingParams, Submit, Timings
 
 from ..cache.hashing import Hashes
+from ..cache.returns import Return
 from ..cache.sequences import unmarked
-from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
+from ..waits import DISK, GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey
 from .phases import Phases
 from .prompt_logprobs import PromptLogprobs
@@ -61,7 +62,9 @@ class Request:
         orphan_us: Since when its connection is gone; -1 if connected.
         passed: Requests that started before it while it had no room.
         kept_epoch: The group in which room is kept for it; 0 for none.
+        disk_until_us: Until when it may wait for blocks from the disk tier; -1 before it has waited.
         wait: Its wait record; None if it has not been tried since something changed for it.
+        returns: How it came back when it was preempted last and the host tier had blocks of it; None for never.
         computed: Tokens with computed KV when it was last preempted.
         redone_tokens: Tokens computed again so far.
         crashes: Workers that died in a row while running it, with no token in between.
@@ -76,6 +79,12 @@ class Request:
         kept_id: The sequence that was kept at its end.
         pins: Leading parts of its prompt to pin, as in `Submit`.
         pinned: How many tokens of each are pinned; empty before its first token.
+        draft_size: How many drafts its next step verifies at most; 0: no result has said.
+        draft_pause: For how many tokens it ignored proposals when no draft was accepted, 0 since one was.
+        drafts_from: The length of its sequence from which on it takes proposals.
+        draft_chance: The chance that its next draft is accepted, in 1 / 1024; see `scheduling.draft_choice`.
+        drafted_tokens: Drafts that were verified for it.
+        accepted_tokens: Drafts that became tokens.
         ahead: It computes its prompt for later requests, and gives way to all others.
         prompt_tokens: Length of the prompt; the prompt and the sampling parameters are dropped at the end.
     """
@@ -118,10 +127,18 @@ class Request:
     cached_tokens: int = 0
     computed: int = 0
     redone_tokens: int = 0
+    returns: Return | None = None
+    draft_size: int = 0
+    draft_pause: int = 0
+    drafts_from: int = 0
+    draft_chance: int = 512
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     admitted_order: int = 0
     passed: int = 0
     preemptions: int = 0
     kept_epoch: int = 0
+    disk_until_us: int = -1
     crashes: int = 0
     crash_length: int = 0
     paused: bool = False
@@ -170,6 +187,11 @@ class Request:
     def awaits_trial(self) -> bool:
         """Whether the request waits for its worker to try its grammar."""
         return self.wait is not None and self.wait.limit == GRAMMAR
+
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether the request waits for blocks from a disk tier."""
+        return self.wait is not None and self.wait.limit == DISK
 
     def move(self, event: str) -> None:
         """Take the transition for `event`.

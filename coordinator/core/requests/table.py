@@ -56,6 +56,9 @@ class RequestTable:
         self.recomputed_tokens_total = 0
         self.preemptions_total = 0
         self.streams_paused_total = 0
+        self.drafts_total = 0  # times that a request had drafts in a step
+        self.drafted_tokens_total = 0
+        self.accepted_drafts_total = 0
 
     def known(self, request_id: int) -> Request | None:
         """Return a request that is live or finished recently, or None."""

@@ -29,12 +29,16 @@ from .. import sizes
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import NO_DONOR, Placement
+from ..cache.returns import Return
 from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
 from ..requests.phases import RECOVERING
 from ..requests.request import FINISHED, NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice
+from .disk_waits import DiskWaits
+from .drafts import Drafts
+from .prefetch import Prefetch
 from .queue import WaitingQueue
 from .rows import BATCH_PRIORITY, RunningRows
 
@@ -50,6 +54,9 @@ class Admission:
         self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
         self.rows = RunningRows(cache.limits.bounds)
         self.choice = Choice(cache, requests)
+        self.disk_waits = DiskWaits(cache, self.choice)
+        self._prefetch = Prefetch(cache, self.choice)
+        self.drafts = Drafts(cache, requests, self.rows)
         self._orders = 0
         self.waits, self._meters = cache.waits, cache.tenants.meters
 
@@ -69,6 +76,8 @@ class Admission:
             group = self._cache.groups.get(int(s.pool[s.find(request.sequence_id)]))
             if group is not None:
                 self.waits.wake(blocks_of(group.epoch))
+        if not self._could_start():
+            self._prefetch.bring(request)
 
     def _why_untried(self) -> str:
         """Return the limit that keeps all requests from being tried, as `explain` names it; "" if there is none."""
@@ -173,7 +182,7 @@ class Admission:
             self.waits.admission_due = True  # requests that are not tried now are tried when a row ends
             return None
         for request in self.waiting:
-            if request.tenant in at_ceiling or request.awaits_sibling or request.awaits_trial:
+            if request.tenant in at_ceiling or request.awaits_sibling or request.awaits_trial or request.awaits_disk:
                 continue
             if request.wait is None:
                 if self.choice.most_blocks(request) > largest:
@@ -181,6 +190,11 @@ class Admission:
                 self._leave_small_pool(request)
                 self._leave_state(request)
                 found = self.choice.choose(request, kept)
+                if isinstance(found, Placement) and (wait := self.disk_waits.wait_of(request, found)) is not None:
+                    self.waits.put(request, wait)
+                    if not request.admitted_order:
+                        request.phases.queued_for = wait.limit
+                    continue
                 if isinstance(found, Placement):
                     self._passes(request, blocked)
                     return request, found
@@ -262,8 +276,10 @@ class Admission:
             slot = self._create_sequence(request)
         if s.pool[slot] == NO_POOL:
             cache.residency.move_in(slot, placement)
-        cached = int(s.computed[slot])
+        cached = int(s.scheduled[slot])
         self._count_prefix(request, slot, cached, again)
+        if placement.returns is not None:
+            self._note_return(request, group, placement.returns)
         if not again:
             self._orders += 1
             request.admitted_order = self._orders
@@ -282,7 +298,7 @@ class Admission:
             group.suspect = request.id
         self.rows.start(slot, request, group.model.eos_tokens)
         group.started_slots.append(slot)
-        group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]))
+        group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]), group.drafts)
 
     def _create_sequence(self, request: Request) -> int:
         s = self._cache.sequences
@@ -291,6 +307,15 @@ class Admission:
         if request.tokens.size:
             s.extend(slot, generated(request.tokens), request.logprobs)
         return slot
+
+    def _note_return(self, request: Request, group: Group, how: Return) -> None:
+        """Record that a preempted request came back with blocks from the host, or without them."""
+        assert group.host is not None
+        request.returns = how
+        if how.read:
+            group.host.tier.swapped_total += 1
+        else:
+            group.host.tier.unswapped_total += 1
 
     def _count_prefix(self, request: Request, slot: int, cached: int, again: bool) -> None:
         length = int(self._cache.sequences.length[slot])
@@ -328,6 +353,7 @@ class Admission:
             if request.priority != BATCH_PRIORITY:
                 group.interactive_us = self._clock.now_us
             group.row_left()
+            group.proposals.pop(slot, None)
             self.waits.wake(rows_of(group.epoch))
             if slot in group.started_slots:
                 group.started_slots.remove(slot)

@@ -17,13 +17,16 @@ from .. import sizes
 from ..cache.block_pool import short_of
 from ..cache.blocks import NO_BLOCKS
 from ..cache.groups import Group
+from ..cache.hashing import Hashes
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
-from ..cache.sequences import NO_POOL, NO_SLOTS, generated
+from ..cache.sequences import NO_POOL, NO_SLOTS, Tokens, generated
 from ..cache.supply import NO_SPARE, Spare
+from ..requests.phases import PREEMPTED
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
-from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
+from ..waits import FRONT, HOST, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
+from . import swapping
 from .rows import BATCH_PRIORITY
 
 ALONE_CRASHES = 2
@@ -62,6 +65,9 @@ class Choice:
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         if resident and cache.residency.is_settling(slot):
             return Wait("step", (blocks_of(cache.groups[int(s.pool[slot])].epoch),))
+        for there in (slot, s.slot_of.get(request.continues, NO_SLOT)):
+            if there != NO_SLOT and cache.residency.is_loading(there):  # what comes would be computed otherwise
+                return Wait(HOST, (blocks_of(cache.groups[int(s.pool[there])].epoch),))
         best, best_rank = None, (-1, -1)
         lacks: list[Wait] = []
         asking = NO_SLOTS if slot == NO_SLOT else np.array([slot])
@@ -111,26 +117,38 @@ class Choice:
     def _plan_of_tokens(self, group: Group, request: Request) -> Placement:
         """Plan a placement by the request's tokens."""
         cache, s = self._cache, self._cache.sequences
-        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
-        if slot != NO_SLOT:
-            tokens = cache.indexing.contents(s.tokens[slot, : s.length[slot]])
-        elif request.tokens.size:
-            tokens = cache.indexing.contents(np.concatenate([request.prompt, generated(request.tokens)]))
-        else:
-            tokens = cache.indexing.contents(request.prompt) if request.continues else request.prompt
-        if request.hashes is None:
-            request.hashes = cache.indexing.hashes(request.salt, tokens)
-        shared_max = request.shareable_tokens
-        placement = cache.residency.plan_placement(group, request.salt, tokens, request.hashes, shared_max)
+        tokens, hashes = self.prefix_of(request)
+        placement = cache.residency.plan_placement(group, request.salt, tokens, hashes, request.shareable_tokens)
+        if placement.host and request.phases.phase == PREEMPTED:
+            placement = swapping.decide(placement, s.block_size)
         if not request.continues or not cache.kept.could_free(1, but=request.continues):
             return placement
-        most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        most = self.shareable(request, tokens)
         continued = cache.continuing.placement(group, request.continues, request.salt, tokens, most)
         size = s.block_size
         if continued is None or continued.cached_tokens(size) <= placement.cached_tokens(size):
             return placement
         continued.otherwise = placement
         return continued
+
+    def prefix_of(self, request: Request) -> tuple[Tokens, Hashes]:
+        """Return the tokens of a request in the form in which they are indexed, and the hashes of their full blocks."""
+        indexing, s = self._cache.indexing, self._cache.sequences
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
+        if slot != NO_SLOT:
+            tokens = indexing.contents(s.tokens[slot, : s.length[slot]])
+        elif request.tokens.size:
+            tokens = indexing.contents(np.concatenate([request.prompt, generated(request.tokens)]))
+        else:
+            tokens = indexing.contents(request.prompt) if request.continues else request.prompt
+        if request.hashes is None:
+            request.hashes = indexing.hashes(request.salt, tokens)
+        return tokens, request.hashes
+
+    def shareable(self, request: Request, tokens: Tokens) -> int:
+        """Return how many of the request's tokens may come from cached blocks."""
+        shared_max = request.shareable_tokens
+        return tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
 
     def accepts_rows(self, group: Group) -> bool:
         """Return whether the group can take another row."""

@@ -10,14 +10,15 @@ from .rows import RunningRows
 
 
 def check_pending(group: Group, sequences: Sequences, rows: RunningRows) -> None:
-    """Check that each running row awaits one token from each step in flight that samples it.
+    """Check that each running row awaits one token from each step in flight that samples it, and one for each draft.
 
     Raises:
         AssertionError: A row awaits more or fewer.
     """
     awaited = np.zeros(sequences.pending.size, np.int64)
     for sent in group.sent:
-        awaited[sent.slots[sent.samples & (rows.run[sent.slots] == sent.runs)]] += 1
+        alive = sent.samples & (rows.run[sent.slots] == sent.runs)
+        awaited[sent.slots[alive]] += 1 + (sent.message.drafts[alive] if sent.message.drafts.size else 0)
     running = sequences.running & (sequences.pool == group.number)
     assert (awaited[running] == sequences.pending[running]).all(), "a row awaits other tokens than those of its steps"
 
@@ -43,3 +44,17 @@ def check_sampled_rows(group: Group, sequences: Sequences, rows: RunningRows) ->
     if kept.readers_changed == rows.readers_changed:
         readers = set(rows.reader[slots].tolist())
         assert readers == {kept.reader} or (kept.reader < 0 and len(readers) > 1), "the kept reader differs"
+
+
+def check_proposals(group: Group, sequences: Sequences) -> None:
+    """Check that proposals are of running rows of the group, and that a step with drafts is in flight alone.
+
+    Raises:
+        AssertionError: They are not.
+    """
+    s = sequences
+    for slot, tokens in group.proposals.items():
+        assert s.running[slot] and s.pool[slot] == group.number, "a proposal for a row that does not run"
+        assert 1 <= len(tokens) <= group.drafts, "a proposal of too many tokens"
+        assert group.steady is None, "a repeated step would leave out a proposal"
+    assert not any(sent.message.drafts.size for sent in list(group.sent)[1:]), "drafts behind a step in flight"

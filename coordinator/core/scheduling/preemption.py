@@ -1,8 +1,9 @@
-"""The choice of a request to preempt when blocks run out: the cheapest to recompute, never the oldest.
+"""The choice of a request to preempt when blocks run out: the cheapest to bring back, never the oldest.
 
-The cost of a request is the tokens in blocks that it alone holds, which are the blocks that preemption gains, plus
-the tokens already recomputed for it, so that two requests do not preempt each other repeatedly. The oldest request of
-a pool is never preempted, so it ends, and then the next oldest: no set of requests can starve each other.
+The cost of a request is that of the tokens in blocks that it alone holds, which are the blocks that preemption gains:
+to compute them again, or to copy them to the host tier and back, if that is measured and cheaper (`swapping`). Added
+are the tokens already recomputed for it, so that two requests do not preempt each other repeatedly. The oldest request
+of a pool is never preempted, so it ends, and then the next oldest: no set of requests can starve each other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import Slots
 from ..requests.table import RequestTable
+from .swapping import costs_of_return, unit_of_return
 
 
 def choose(
@@ -32,9 +34,15 @@ def choose(
     oldest = candidates[np.argmin(order[candidates])]
     mine = candidates[candidates != oldest]
     gain, cost = _gain_and_cost(cache, mine)
+    group = cache.groups[int(cache.sequences.pool[oldest])]
+    cost = costs_of_return(group, cost, cache.blocks.block_size)
     redone = [requests.live[request].redone_tokens for request in cache.sequences.request[mine].tolist()]
     youngest_first = np.argsort(-order[mine], kind="stable")
-    mine, gain, cost = mine[youngest_first], gain[youngest_first], (cost + np.array(redone))[youngest_first]
+    mine, gain, cost = (
+        mine[youngest_first],
+        gain[youngest_first],
+        (cost + unit_of_return(group) * np.array(redone))[youngest_first],
+    )
     enough = np.flatnonzero(gain >= min(short, int(gain.max())))
     return int(mine[enough[np.argmin(cost[enough])]])
 

@@ -30,14 +30,11 @@ from ..requests.table import RequestTable
 from ..waits import TENANT_CEILING, rows_of
 from . import preemption
 from .admission import Admission
+from .beside import CHUNK_TOKENS_MIN, LOWER_SHARE, BatchRoom, lower_share
 from .choice import lack
+from .drafts import NO_DRAFTS, ChosenDrafts, draft_counts, history_sizes, ordered, place
 from .finisher import RequestFinisher
-from .rows import BATCH_PRIORITY
 
-CHUNK_TOKENS_MIN = 16
-LOWER_SHARE = 16  # prompts of lower priority keep this part of a step's prefill tokens: 1 / LOWER_SHARE
-BESIDE_PERCENT, RECENT_PERCENT = 10, 50  # how much longer a step takes for prompts of batches
-INTERACTIVE_US = 30_000_000  # how long after other requests batches leave room for the next one
 NO_ROWS = np.zeros(0, np.bool_)
 SCORED_TOKENS_MAX = 1 << 14  # prompt tokens of a step with log-probabilities: bounds its result
 
@@ -58,7 +55,8 @@ class Scheduler:
         self._limits, self._clock = cache.limits.schedule, cache.clock
         self._deadlines, self._timeout_us = cache.clock.deadlines, microseconds(self._limits.step_timeout_s)
         self._decode_gap_us = microseconds(self._limits.decode_gap_ms / 1000)
-        self._rows = admission.rows
+        self._rows, self._drafts = admission.rows, admission.drafts
+        self._batches = BatchRoom(cache, self._rows)
 
     def fill(self, group: Group) -> None:
         """Send the group every step that it can take.
@@ -86,7 +84,7 @@ class Scheduler:
 
         A row fails if it has no room for its next token and would have none even with everything else ended.
         """
-        if group.steady is not None and not group.copies and len(group.sent) < self._in_flight_max(group):
+        if group.steady is not None and not group.has_copies and len(group.sent) < self._in_flight_max(group):
             step = self._schedule_repeat(group, group.steady)
             if step is not None:
                 return step
@@ -101,7 +99,9 @@ class Scheduler:
     def _plan(self, group: Group) -> Step | None:
         if len(group.sent) >= self._in_flight_max(group):
             return None
-        if not group.running and not group.copies and not group.idle_tails:
+        if not group.running and group.host is not None:
+            group.order_writeback()  # with nothing else to do, steps without rows carry it
+        if not group.running and not group.has_copies and not group.idle_tails:
             return None
         group.steady = None
         group.stopped.clear()  # rows that still get no block are added again
@@ -113,28 +113,36 @@ class Scheduler:
         if rows.scores_count:
             only = rows.only_scores(mine)
             left[only] = (target - s.scheduled[mine])[only]
-        if not np.count_nonzero(left > 0) and not group.copies and not group.idle_tails:
+        if not np.count_nonzero(left > 0) and not group.has_copies and not group.idle_tails:
             return None
         several = left > 1
         if only.size:
             several |= only & (left > 0)  # reserves no room for a token, as a decode would
         prefilling = bool(np.count_nonzero(several))
         preempted = self._requests.preemptions_total
-        decodes = self._decodes(group, mine[(left > 0) & ~several], prefilling)
-        counts = np.ones(decodes.size, np.int64)
+        decoding = mine[(left > 0) & ~several]
+        if prefilling and rows.batch_count:
+            decoding = self._batches.decodes(group, decoding, mine[several], self._limits.step_tokens_max)
+        decodes = self._decodes(group, decoding, prefilling)
+        counts, drafts = np.ones(decodes.size, np.int64), NO_DRAFTS
+        if group.proposals:
+            drafts = self._drafts.choose(group, decodes, prefilling)
+            decodes, counts = ordered(decodes, drafts)
         slots = decodes
         if prefilling:
             slots, counts = self._prefills(group, mine[several], decodes, counts)
         if self._requests.preemptions_total != preempted:  # a later row may have preempted an earlier one
             alive = s.running[slots] & (s.pool[slots] == group.number)
             slots, counts = slots[alive], counts[alive]
+            drafts = {slot: drafts[slot] for slot in slots.tolist() if slot in drafts} if drafts else drafts
         tails = NO_SLOTS
         if group.idle_tails and not prefilling:
-            tails = self._idle_tails(group, min(self._limits.step_rows_max, self._limits.step_tokens_max) - slots.size)
-            slots, counts = np.concatenate((tails, slots)), np.ones(tails.size + slots.size, np.int64)
-        if not slots.size and not group.copies:
+            most = min(self._limits.step_rows_max, self._limits.step_tokens_max)
+            tails = self._idle_tails(group, most - int(counts.sum()))
+            slots, counts = np.concatenate((tails, slots)), np.concatenate((np.ones(tails.size, np.int64), counts))
+        if not slots.size and not group.has_copies:
             return None
-        return self._send(group, slots, counts, tails.size)
+        return self._send(group, slots, counts, tails.size, drafts)
 
     def _idle_tails(self, group: Group, most: int) -> Slots:
         """Return idle sequences whose last token gets its KV in this step, which has no prompt tokens.
@@ -185,6 +193,7 @@ class Scheduler:
             s.pending[slots] += 1
         step_id = group.last_step = group.last_step + 1
         s.last_step[slots] = step_id
+        host_writes, _ = group.flush_host_copies(step_id)  # blocks that rows grew into; nothing is read
         step = Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -193,6 +202,7 @@ class Scheduler:
             samples=steady.ones32,
             tokens=tokens,
             zeros=zeros,
+            host_writes=host_writes,
         )
         rows = (slots, steady.runs, steady.ones, steady.samples, slots)
         group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step))
@@ -251,24 +261,37 @@ class Scheduler:
         return np.concatenate(planned)
 
     def _prefills(self, group: Group, slots: Slots, decodes: Slots, counts: Slots) -> tuple[Slots, Slots]:
-        """Add prefill chunks until the step's token budget is spent."""
+        """Add prefill chunks until the step's token budget is spent, those of batches last."""
+        budget = self._prefill_budget(group, int(counts.sum()))
+        rows = self._limits.step_rows_max - decodes.size
+        if not self._rows.batch_count:
+            chunks = self._place(group, slots, budget, rows)
+        else:
+            batch = self._rows.batch[slots]
+            kept = self._batches.kept(group, budget) if np.count_nonzero(batch) else 0
+            chunks = self._place(group, slots[~batch], budget - kept, rows)
+            room = self._batches.prompt_tokens(group, decodes, sum(chunks.values()), budget)
+            chunks |= self._place(group, slots[batch], room, rows - len(chunks))
+        more = np.array((list(chunks), list(chunks.values())), np.int64)
+        return np.concatenate((decodes, more[0])), np.concatenate((counts, more[1]))
+
+    def _place(self, group: Group, slots: Slots, budget: int, rows: int) -> dict[int, int]:
+        """Return chunks of at most `budget` tokens, by slot, for at most `rows` rows that have room for them."""
+        if not slots.size or budget <= 0:
+            return {}
         s = self._cache.sequences
-        chosen: list[int] = []
-        chunks: list[int] = []
-        budget = self._prefill_budget(group, counts.size)
-        shares = self._whole_chunks(group, slots, budget) if group.state_blocks else self._shares(group, slots, budget)
+        chosen: dict[int, int] = {}
+        shares = self._whole_chunks(group, slots, budget) if group.state_blocks else self._shares(slots, budget)
         for (slot, chunk), free in zip(shares, self._writable(shares), strict=True):
-            if decodes.size + len(chosen) >= self._limits.step_rows_max:
+            if len(chosen) >= rows:
                 break
             if not s.running[slot]:
                 continue
             if free or (
                 self._ready(group, np.array([slot]), np.array([chunk])).size and self._make_way(group, slot, chunk)
             ):
-                chosen.append(slot)
-                chunks.append(chunk)
-        more = np.array((chosen, chunks), np.int64)
-        return np.concatenate((decodes, more[0])), np.concatenate((counts, more[1]))
+                chosen[slot] = chunk
+        return chosen
 
     def _writable(self, shares: list[tuple[int, int]]) -> list[bool]:
         """Return which chunks fall into blocks that their rows hold and may write.
@@ -296,36 +319,18 @@ class Scheduler:
         chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
         return min(budget, max(CHUNK_TOKENS_MIN, chunk, group.prompt_chunk)) if chunk else budget
 
-    def _only_batches(self, group: Group) -> bool:
-        """Return whether all rows of a group belong to batches."""
-        s = self._cache.sequences
-        return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
-
-    def _was_interactive(self, group: Group) -> bool:
-        """Return whether requests that were none of a batch ended lately, so that more are likely to come."""
-        return group.interactive_us >= 0 and self._clock.now_us - group.interactive_us < INTERACTIVE_US
-
     def _in_flight_max(self, group: Group) -> int:
-        """Return how many steps may be in flight: one while batches alone run and others are likely to come."""
-        if self._rows.batch_count and self._was_interactive(group) and self._only_batches(group):
+        """Return how many steps may be in flight.
+
+        One while batches alone run and others are likely to come, and one where drafts are due or in flight.
+        """
+        if group.proposals or (group.sent and group.sent[-1].message.drafts.size):
+            return 1
+        if self._rows.batch_count and self._batches.awaits_others(group):
             return 1
         return self._limits.steps_in_flight_max
 
-    def _batch_budget(self, group: Group, budget: int) -> int:
-        """Return how many of a step's prefill tokens prompts of batches may have.
-
-        Beside other rows they stretch the step by a tenth. For a while after these, a step takes half as long again as
-        one without prompt tokens: a request that arrives waits for the step in flight.
-        """
-        if not self._only_batches(group):
-            chunk = group.costs.stretched(BESIDE_PERCENT)
-        elif self._was_interactive(group):
-            chunk = group.costs.stretched(RECENT_PERCENT)
-        else:
-            return budget
-        return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
-
-    def _shares(self, group: Group, slots: Slots, budget: int) -> list[tuple[int, int]]:
+    def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
         """Split the budget into (slot, chunk) pairs, those of higher priority first.
 
         Rows of lower priority get what is left, and a small part of every step, so that they progress beside a steady
@@ -339,11 +344,9 @@ class Scheduler:
             request = live.get(request_id)  # a decode of this step may have preempted it
             levels.setdefault(request.priority if request is not None else 0, []).append(slot)
         shares: list[tuple[int, int]] = []
-        kept = -(-budget // LOWER_SHARE) if budget > 1 else 0
+        kept = lower_share(budget)
         for at, level in enumerate(sorted(levels, reverse=True), 1):
             most = budget - kept if at < len(levels) else budget
-            if level == BATCH_PRIORITY:
-                most = min(most, self._batch_budget(group, budget))
             share = _split(levels[level], left, most)
             budget -= sum(share.values())
             shares += share.items()
@@ -357,7 +360,7 @@ class Scheduler:
         first in a small part of the steps.
         """
         s, live = self._cache.sequences, self._requests.live
-        shares, sign = dict(self._shares(group, slots, budget)), 1 if group.next_step % LOWER_SHARE == 0 else -1
+        shares, sign = dict(self._shares(slots, budget)), 1 if group.next_step % LOWER_SHARE == 0 else -1
         running = [(slot, live[int(s.request[slot])]) for slot in slots[s.running[slots]].tolist()]
         running.sort(key=lambda row: (sign * row[1].priority, int(self._rows.order[row[0]])))
         chunks: dict[int, int] = {}
@@ -470,7 +473,7 @@ class Scheduler:
             return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
         return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
-    def _send(self, group: Group, slots: Slots, counts: Slots, idle: int) -> Step:
+    def _send(self, group: Group, slots: Slots, counts: Slots, idle: int, drafts: ChosenDrafts) -> Step:
         """Commit the plan: advance the counters and build the step message.
 
         Args:
@@ -478,23 +481,30 @@ class Scheduler:
             slots: The rows, [n].
             counts: Their tokens, [n].
             idle: How many rows, the first ones, compute the last token of an idle sequence.
+            drafts: The drafts at the ends of rows, by slot.
         """
         s = self._cache.sequences
         starts = s.scheduled[slots]
         known = s.length[slots]
         target = known + s.pending[slots]
-        samples = self._samples(slots, starts + counts, target)
+        drafted = draft_counts(slots, drafts) if drafts else NO_SLOTS
+        samples = self._samples(slots, starts + (counts - drafted if drafts else counts), target)
         samples[:idle] = False
         tokens = self._inputs(group, slots, starts, counts, known)
+        if drafts:
+            place(tokens, slots, counts, drafts, group.wants_kinds)
         begins, history = self._begins(group)
         scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
         s.scheduled[slots] += counts
-        s.pending[slots] += samples
+        s.pending[slots] += samples + drafted if drafts else samples
         only = tokens.size == slots.size
         prefill_tokens = 0 if only else tokens.size - int(np.count_nonzero(counts == 1))
+        if drafts:
+            prefill_tokens -= int((drafted + (drafted > 0)).sum())
         sampled = slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
+        host_writes, host_reads = group.flush_host_copies(step_id)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1
         step = Step(
@@ -510,6 +520,9 @@ class Scheduler:
             zeros=group.flush_zeros(),
             scored=scored,
             following=following,
+            drafts=drafted.astype(np.int32) if drafts else NO_INT32,
+            host_writes=host_writes,
+            host_reads=host_reads,
         )
         group.last_step = step_id
         s.last_step[slots] = step_id
@@ -594,7 +607,7 @@ class Scheduler:
         return np.concatenate(places), np.concatenate(following)
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
-        """Return the rows that begin in this step, and the token history that penalties and grammars start from."""
+        """Return the rows that begin in this step, and the history that penalties, grammars and drafts start from."""
         if group.begins_bytes >= sizes.BEGINS_BYTES_MAX:
             self._admission.waits.wake(rows_of(group.epoch))  # more rows may begin in the step after this one
         group.begins_bytes = 0
@@ -605,9 +618,11 @@ class Scheduler:
         for slot in group.started_slots:
             request = self._requests.live[int(s.request[slot])]
             sampling, base, length = request.sampling, int(self._rows.base[slot]), int(s.length[slot])
-            first = 0 if sampling.repetition_penalty != 1.0 else base
-            if sampling.counts_answer:
-                history.append(unmarked(s.tokens[slot, first:length]))
+            drafts = self._drafts.most(group)
+            prompt, answer = history_sizes(sampling, base, length - base, drafts)
+            if prompt or answer:
+                history += [unmarked(s.tokens[slot, base - prompt : base])] if prompt else []
+                history.append(unmarked(s.tokens[slot, length - answer : length]))
             begins.append(
                 RowStart(
                     slot=slot,
@@ -615,8 +630,10 @@ class Scheduler:
                     sampling=msgspec.structs.replace(sampling, seed=None, stop_tokens=(), ignore_eos=False),
                     seed=request.seed,
                     generated=length - base,
-                    prompt_history=base - first if sampling.counts_answer else 0,
-                    generated_history=length - base if sampling.counts_answer else 0,
+                    prompt_history=prompt,
+                    generated_history=answer,
+                    drafts=drafts,
+                    shared_drafts=self._drafts.shared(slot) if drafts else 0,
                 )
             )
         group.started_slots.clear()

@@ -11,6 +11,8 @@ from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError
 from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
     LEFT,
+    DiskEntries,
+    DiskResults,
     ErrorInfo,
     Message,
     PoolRegistered,
@@ -24,6 +26,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import WorkerInfo
 
+from ..cache.disk_copies import DiskCopies
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands import validate
@@ -35,6 +38,7 @@ from ..requests.request import NO_SLOT, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.finisher import RequestFinisher
+from ..waits import load_of
 from .results import StepResults
 from .teams import Team, check_rank
 from .worker import Worker
@@ -70,6 +74,8 @@ class WorkerReports:
             WorkerLoading: self._worker_loading,
             WorkerReady: self._worker_ready,
             StepResult: self._step_result,
+            DiskEntries: self._disk_entries,
+            DiskResults: self._disk_results,
             WorkerFailed: self._worker_failed,
         }
 
@@ -252,6 +258,8 @@ class WorkerReports:
         self.workers[number] = worker
         worker.number = group.worker = number
         group.away, group.result_us = False, self._clock.now_us
+        if group.disk is not None:
+            group.disk.came_back()
         self._clock.deadlines.arm(WORKERS, self._clock.now_us + self._timeout_us)
         self.returned_total += 1
         self.changed.add(number)
@@ -276,6 +284,10 @@ class WorkerReports:
                 f"but other workers or live requests use {model.name!r} ({model.fingerprint[:12]}): "
                 "all must use the same model; a start with --fresh discards the state of earlier runs"
             )
+        if message.host_blocks and worker.ranks > 1:
+            raise ProtocolError(f"worker {worker.name}: host_blocks of a worker with ranks is not supported")
+        if message.host_blocks and self._cache.host_tiers.is_mapped(message.host_identity):
+            raise Conflict(f"worker {worker.name!r} announces the host file of another worker: give each its own name")
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
         self.changed.add(worker.number)
@@ -338,12 +350,48 @@ class WorkerReports:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, but the result is for step {message.step_id}")
         self._settle(group, message)
 
+    def _disk_entries(self, worker: Worker, message: DiskEntries) -> None:
+        disk = self._disk_of(worker, message.epoch, "entries")
+        if disk is None:
+            return
+        disk.announce(message, self._cache.hasher, self._cache.blocks.block_size)
+        if message.last and disk.tier.announced:
+            found: dict[str, Field] = {"cached": disk.tier.cached, "pruned": disk.tier.pruned_total}
+            self._log("info", "disk tier ready", "disk_ready", worker, blocks=disk.tier.total, **found)
+
+    def _disk_results(self, worker: Worker, message: DiskResults) -> None:
+        disk = self._disk_of(worker, message.epoch, "results")
+        if disk is None:
+            return
+        assert worker.group is not None
+        off = disk.off
+        for load in disk.ended(message):
+            self._cache.waits.wake(load_of(worker.group.epoch, load))
+        if disk.off and not off:
+            failed = disk.tier.failed_total
+            self._log("error", "disk tier off: its copies failed", "disk_off", worker, failed=failed)
+
+    def _disk_of(self, worker: Worker, epoch: int, what: str) -> DiskCopies | None:
+        """Return the disk copies of a worker that sent a message about them; None for one of another epoch."""
+        group = worker.group
+        if group is None or epoch != group.epoch:
+            self._log("warning", f"worker {worker.name}: disk {what} of another epoch ignored")
+            return None
+        if group.disk is None:
+            raise ProtocolError(f"disk_{what}: the worker has no disk tier")
+        return group.disk
+
     def _settle(self, group: Group, message: StepResult) -> None:
         sent = group.sent[0]
         if message.step_id != sent.step_id:
             raise ProtocolError(f"step {sent.step_id} is due, but the result is for step {message.step_id}")
         self._results.apply(group, message)
-        group.step_took(sent.prefill_tokens, message.duration_us)
+        reads = bool(sent.message.host_reads.size)
+        group.step_took(sent.prefill_tokens, message.duration_us, reads)
+        if group.drafts and sent.slots.size and not sent.prefill_tokens and not reads:
+            since_us = max(sent.sent_us, group.result_us)
+            drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us
+            group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us)
         group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:

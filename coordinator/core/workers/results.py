@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
-from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
+from kvforge.protocol.messages import ERROR_TEXT_MAX, NO_INT32, ErrorInfo, StepResult
 from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
 from ..cache.groups import Group, SampledRows, SentStep
@@ -22,6 +22,7 @@ from ..requests.table import RequestTable
 from ..requests.top_logprobs import TopLogprobs
 from ..scheduling.admission import Admission
 from ..scheduling.finisher import RequestFinisher
+from .accepted import NOTHING_FURTHER, FurtherTokens, split
 
 INDEX_STEPS = 8
 AGAIN_MS_MAX = 1000
@@ -52,7 +53,11 @@ class StepResults:
         Raises:
             ProtocolError: The result does not fit the step.
         """
-        sent = group.sent[0]
+        sent, drafts, further = group.sent[0], self._admission.drafts, NOTHING_FURTHER
+        if result.draft_slots.size or result.draft_counts.size or result.draft_tokens.size:
+            drafts.check(group, result)
+        if sent.message.drafts.size:
+            result, further = split(sent, result, group.model.vocab_size)
         tokens, logprobs, top_logprobs, errors = self._aligned(group, sent, result)
         prompts: list[tuple[int, int, ScoredTokens]] = []
         # Steps that score nothing, as nearly all decodes, make no call for it.
@@ -65,8 +70,13 @@ class StepResults:
         ):
             prompts = self._scored_rows(group, sent, result)
         s, running = self._cache.sequences, self._admission.rows
+        if group.host is not None or result.host_copied.size or result.host_missed.size:
+            missed = self._host_copied(group, sent, result)
+            prompts = [scored for scored in prompts if scored[0] not in missed]
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
+        if sent.message.drafts.size:
+            counts = counts - sent.message.drafts  # the first token of each row; `_append_further` counts the others
         failing: list[int] = []
         again: dict[int, int] = {}
         if result.errors:
@@ -90,6 +100,8 @@ class StepResults:
         if prompts:
             self._record_prompts(prompts)
         self._append(group, sent, rows, tokens, logprobs, top_logprobs)
+        if sent.message.drafts.size:
+            tokens = self._append_further(group, sent, rows, tokens, further)
         if group.suspect:
             self._admission.look_at_suspect(group)
         if group.forming:
@@ -115,6 +127,8 @@ class StepResults:
         self._finish(group, rows, tokens)
         if running.scores_count:
             self._finish_scored(slots)
+        if group.proposals or result.draft_slots.size:
+            drafts.take(group, sent, result)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
             if slot in again:
@@ -122,6 +136,44 @@ class StepResults:
                 self._deadlines.set(self._clock.now_us + 1000 * min(again[slot], AGAIN_MS_MAX), request.id, TRIAL)
             else:
                 self._finisher.end(request, "fail", "failed", errors[slot])
+
+    def _host_copied(self, group: Group, sent: SentStep, result: StepResult) -> list[int]:
+        """Record the host copies of a step, which its result must acknowledge block by block.
+
+        Sequences without their blocks on the host begin again; what steps computed from them does not count.
+
+        Returns:
+            The slots of these sequences.
+
+        Raises:
+            ProtocolError: It acknowledges others. The worker's blocks may then hold anything.
+        """
+        due = group.host.due(sent.step_id) if group.host is not None else None
+        expected = NO_INT32 if due is None else due
+        if not np.array_equal(result.host_copied, expected):
+            raise ProtocolError(
+                f"step_result: host_copied acknowledges {result.host_copied.size} copies, "
+                f"step {sent.step_id} carried {expected.size} others"
+            )
+        if group.host is None:
+            if result.host_missed.size:
+                raise ProtocolError("step_result: host_missed comes from a worker without a host file")
+            return []
+        try:
+            missed = group.host.missed(sent.step_id, result.host_missed) if result.host_missed.size else []
+        except ValueError as error:
+            problem = f"step_result: host_missed names what step {sent.step_id} did not read: {error}"
+            raise ProtocolError(problem) from None
+        group.host.measured(sent.step_id, result.host_write_us, result.host_read_us)
+        group.host.step_done(sent.step_id, self._cache.sequences)
+        for slot in missed:
+            request = self._requests.live.get(int(self._cache.sequences.request[slot]))
+            if request is not None and request.slot == slot:
+                request.phases.preempt(self._clock.now_us)
+                self._admission.requeue(request)
+            else:
+                self._cache.residency.release_kv(slot)
+        return missed
 
     def _idle_tails(self, sent: SentStep, idle: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Return which rows of idle sequences have computed what is still their last token: [rows]. None gets a token.
@@ -319,6 +371,47 @@ class StepResults:
         sampled.offsets = offsets + ONE_32
         np.add(sampled.cells.where, ONE, sampled.cells.where)
         sampled.left -= 1
+
+    def _append_further(
+        self, group: Group, sent: SentStep, rows: Slots, tokens: npt.NDArray[np.int32], further: FurtherTokens
+    ) -> npt.NDArray[np.int32]:
+        """Append the accepted tokens behind the first ones, up to a stop token of their row.
+
+        Each is charged, counted and streamed like the first one. The KV of the tokens that were not accepted is no
+        longer scheduled, so that the next step writes over it.
+
+        Args:
+            group: The group.
+            sent: The step, with drafts.
+            rows: The rows that have got their first tokens, [n].
+            tokens: These tokens, [n].
+            further: The tokens behind them.
+
+        Returns:
+            The last token of each row, [n].
+        """
+        s, running = self._cache.sequences, self._admission.rows
+        drafted = dict(zip(sent.slots.tolist(), sent.message.drafts.tolist(), strict=True))
+        verified = rows[[drafted[slot] > 0 for slot in rows.tolist()]]
+        first = s.length[verified]
+        last, open_rows, place = dict(zip(rows.tolist(), tokens.tolist(), strict=True)), rows, 0
+        while open_rows.size:
+            newest = np.array([last[slot] for slot in open_rows.tolist()], np.int32)
+            stopped = running.stopped(open_rows, newest) if running.stops_most else None
+            open_rows = open_rows if stopped is None else open_rows[~stopped]
+            place += 1
+            now = further.at(place, open_rows)
+            open_rows = now.slots
+            self._append(group, sent, open_rows, now.tokens, now.logprobs, now.tops)
+            s.computed[open_rows] += 1
+            last.update(zip(open_rows.tolist(), now.tokens.tolist(), strict=True))
+        s.pending[verified] = 0
+        s.scheduled[verified] = s.computed[verified]
+        group.sampled_rows = None  # it has the rows of the last place alone
+        for slot, accepted in zip(verified.tolist(), (s.length[verified] - first).tolist(), strict=True):
+            request = self._requests.live[int(s.request[slot])]
+            self._admission.drafts.learn(group, request, int(s.length[slot]), drafted[slot], accepted)
+        return np.array([last[slot] for slot in rows.tolist()], np.int32)
 
     def _sampled(self, rows: Slots) -> SampledRows:
         """Return rows with what their results need, before the next token of each is appended."""

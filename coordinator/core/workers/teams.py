@@ -20,7 +20,7 @@ RANKS_MAX = 64
 # Fields of the announcement that must agree between ranks.
 ALIKE = (
     *("model.fingerprint", "bytes_per_block", "kv_dtype", "wants_kinds", "zeroes", "state_blocks", "prompt_chunk"),
-    *("window", "window_pages", "window_blocks"),
+    *("window", "window_pages", "window_blocks", "drafts"),
 )
 
 

@@ -24,6 +24,7 @@ class Worker:
 
     def health(self, now_us: int) -> WorkerHealth:
         """Return the worker's state for `kvforge status`."""
+        tier = self.group.host.tier if self.group and self.group.host else None
         state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
         return WorkerHealth(
             name=self.name,
@@ -37,6 +38,15 @@ class Worker:
             kernels=self.kernels,
             rank=self.rank,
             ranks=self.ranks,
+            drafts=self.group.drafts if self.group else 0,
+            drafted_total=self.group.drafted_total if self.group else 0,
+            accepted_total=self.group.accepted_total if self.group else 0,
+            host_blocks=tier.total if tier else 0,
+            host_cached=tier.cached if tier else 0,
+            host_saved_total=tier.saved_total if tier else 0,
+            host_loaded_total=tier.loaded_total if tier else 0,
+            host_missed_total=tier.missed_tags_total + tier.missed_checksums_total if tier else 0,
+            disk=self.group.disk.stats() if self.group and self.group.disk else None,
         )
 
     def facts(self, ranks: Iterable[Worker] = ()) -> WorkerInfo:

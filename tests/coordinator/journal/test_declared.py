@@ -298,6 +298,9 @@ def test_every_field_of_what_comes_and_goes_is_declared(cls: Any, kept: Any) -> 
 # Attributes that follow from the limits, are rebuilt by the snapshot reader, or are published again.
 WIRING = {
     ("Tenants", "_most"),
+    ("Tenants", "has_host_quotas"),  # these follow from the limits
+    ("Tenants", "host_ceiling"),
+    ("Tenants", "host_floor"),
     ("Meters", "_last"),
     ("Blocks", "block_size"),
     ("Blocks", "changed"),

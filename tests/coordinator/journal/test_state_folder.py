@@ -299,7 +299,7 @@ def test_other_limits_apply_once_nothing_of_the_old_ones_is_kept(folder: Path) -
 
 def _values(section: type[msgspec.Struct]) -> list[tuple[str, Any]]:
     """Another valid value for each setting of a section."""
-    other: dict[str, Any] = {"policy": "none", "zero_on_tenant_change": True}
+    other: dict[str, Any] = {"policy": "none", "zero_on_tenant_change": True, "drafts_shared": False}
     defaults = msgspec.structs.asdict(section())
     return [(name, other[name] if name in other else value + 1) for name, value in defaults.items()]
 

@@ -20,6 +20,7 @@ LIMITS = StepLimits(
     block_size=8,
     window=20,
     window_pages=2,
+    drafts_max=7,
 )
 
 
@@ -33,6 +34,9 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
     tokens = rng.integers(0, LIMITS.vocab_size, int(counts.sum())).astype(np.int32)
     width = 8
     tables = rng.integers(0, LIMITS.blocks, (count, width)).astype(np.int32)
+    drafts = np.where(rng.random(count) < 0.5, counts - 1, 0).astype(np.int32)
+    samples[drafts > 0], drafted = 1, np.repeat(drafts > 0, counts)
+    generated = np.repeat(counts == 1, counts) | drafted
     ends = np.cumsum(counts)
     first, lasts = seen_blocks(starts, starts + counts, LIMITS.window, LIMITS.block_size)
     pages = rng.integers(0, LIMITS.blocks, (count, 5, 2)).astype(np.int32)
@@ -43,7 +47,7 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
         if rng.random() >= faults:
             continue
         token = int(rng.integers(ends[row] - counts[row], ends[row]))
-        match int(rng.integers(0, 10)):
+        match int(rng.integers(0, 12)):
             case 0:
                 slots[row] = rng.choice([-1, LIMITS.slots_max, 2**31 - 1, -(2**31)])
             case 1:
@@ -63,10 +67,14 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
                 pages[row, column, rng.integers(0, 2)] = rng.choice([-1, LIMITS.blocks, -(2**31)])
             case 8:
                 first[row] += rng.choice([-8, 1])  # the table lacks the last block, or the first one
+            case 9:
+                drafts[row] += rng.choice([-1, 1]) if drafts[row] else 1
+            case 10:
+                generated[token] = False
             case _:
                 slots[row] = slots[rng.integers(0, count)]
     windows = WindowTables(first, pages)
-    return Rows(slots, starts, counts, samples, tokens, tables, np.repeat(counts == 1, counts), windows=windows)
+    return Rows(slots, starts, counts, samples, tokens, tables, generated, windows=windows, drafts=drafts)
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,10 @@ from kvforge.protocol.errors import DeadlineExceeded, GpuError, ProtocolError, U
 from kvforge.protocol.messages import (
     NO_FLOAT32,
     NO_INT32,
+    DiskEntries,
+    DiskOrders,
+    DiskResults,
+    DiskScan,
     ErrorInfo,
     Message,
     PoolRegistered,
@@ -32,6 +36,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.notify import Watchdog
 from kvforge.worker.config import WorkerConfig
+from kvforge.worker.drafts.drafter import Proposals
 from kvforge.worker.step import loop
 from kvforge.worker.step.loop import ANSWERS_KEPT, BEFORE_IDLE_WORK_MS, Worker
 from kvforge.worker.step.meter import Meter
@@ -49,6 +54,9 @@ class FakePending:
     number: int
     over: bool = False
     result: StepOutcome = field(default_factory=outcome)
+    host_copied: Any = field(default_factory=lambda: np.array([6, 2], np.int32))
+    host_missed: Any = field(default_factory=lambda: np.array([2, 1], np.int32))
+    host_us: tuple[int, int] = (70, 50)
 
     def done(self) -> bool:
         return self.over
@@ -126,7 +134,7 @@ def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker._stopping = False
     worker._request_of = {}
     worker._connection = link  # type: ignore[assignment]
-    worker._engine = SimpleNamespace(runner=runner, ring_blocks=0)  # type: ignore[assignment]
+    worker._engine = SimpleNamespace(runner=runner, ring_blocks=0, disk=None)  # type: ignore[assignment]
     worker._idle_work, worker._active_ns = False, time.monotonic_ns()
     worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
@@ -288,6 +296,26 @@ def test_a_lost_device_ends_the_worker_after_the_last_result(survives: bool) -> 
     assert [type(message).__name__ for message in link.sent] == ["StepResult"] + ["WorkerFailed"] * (not survives)
 
 
+def test_a_result_carries_the_proposals_of_the_runner() -> None:
+    runner = FakeRunner()
+    runner.result = replace(outcome(), proposals=Proposals.of({5: [9, 8], 3: [], 1: [7]}))
+    link = serve(runner, FakeLink(step(1), runner.end(0), None))
+    (result,) = (message for message in link.sent if isinstance(message, StepResult))
+    assert [array.tolist() for array in (result.draft_slots, result.draft_counts, result.draft_tokens)] == [
+        [5, 1],
+        [2, 1],
+        [9, 8, 7],
+    ]
+
+
+def test_a_result_acknowledges_the_host_copies_of_its_step() -> None:
+    runner = FakeRunner()
+    link = serve(runner, FakeLink(step(1), runner.end(0), None))
+    (result,) = (message for message in link.sent if isinstance(message, StepResult))
+    assert (result.host_copied.tolist(), result.host_missed.tolist()) == ([6, 2], [2, 1])
+    assert (result.host_write_us, result.host_read_us) == (70, 50)
+
+
 def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) -> None:
     def starts(number: int, *begins: tuple[int, int], slots: list[int]) -> Step:
         rows = np.array(slots, np.int32)
@@ -340,6 +368,29 @@ def test_what_ends_while_nobody_is_connected_is_sent_first_to_who_comes_next() -
     worker._serve()
     assert link.answered == [1, 2]
     assert [pending.number for pending in runner.launched] == [1, 2, 3]
+
+
+# behaviour: orders for the disk reach it beside the steps, and an idle worker sends their results
+def test_orders_for_the_disk_and_their_results_pass_beside_the_steps() -> None:
+    taken: list[Message] = []
+    results = deque([None, DiskResults(3, np.array([1, 0, 0], np.int32)), None])
+    entries = DiskEntries(3, 0, True)
+    disk = SimpleNamespace(
+        take=taken.append,
+        scan=lambda scan: entries,
+        results=lambda epoch: results.popleft() if results else None,
+        fileno=lambda: 9,
+    )
+    link = FakeLink(DiskScan(3), DiskScan(2), DiskOrders(2), DiskOrders(3), step(1))
+    woken: list[int] = []
+    link.also_wake = woken.append  # type: ignore[attr-defined]
+    worker = worker_of(FakeRunner(), link)
+    worker._engine.disk = disk  # type: ignore[union-attr, assignment]
+    worker._serve()
+    assert [type(message) for message in link.sent] == [DiskEntries, DiskResults]
+    (order,) = taken
+    assert isinstance(order, DiskOrders) and order.epoch == 3
+    assert set(woken[:-1]) == {9} and woken[-1] == -1  # no descriptor ends the wait for another coordinator
 
 
 @pytest.mark.parametrize("done", [0, 1, ANSWERS_KEPT + 1])

@@ -12,6 +12,7 @@ import pytest
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, KvforgeError, WorkerError
 from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
+from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import CPU_KV_BYTES, WorkerConfig
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.packed import stored_bytes
@@ -70,6 +71,17 @@ def test_the_largest_step_is_tried_within_all_limits(
     assert taken >= sizes << 20
 
 
+@pytest.mark.parametrize(("wanted", "rows", "given"), [(0, 8, 0), (3, 8, 3), (20, 8, 7), (3, 1, 0)])
+def test_a_runner_takes_the_drafts_that_the_coordinator_allows(
+    wanted: int, rows: int, given: int, model: LoadedModel
+) -> None:
+    pool = KvPool(model.geometry, 4, model.device)
+    runner = memory.make_runner(model, pool, welcome(drafts_max=wanted, step_rows_max=rows), 0)
+    assert runner.limits.drafts_max == given
+    assert (runner.drafter is not None) == (given > 0)
+    pool.close()
+
+
 @NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
 def test_the_pages_of_states_are_tried_and_bounded(
@@ -103,23 +115,29 @@ def test_why_the_largest_step_failed_decides_whether_a_new_start_may_help(
 
 @pytest.mark.parametrize(("rows_max", "step_rows_max"), [(1, 8), (2, 8), (8, 8), (64, 20), (300, 512)])
 def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_rows_max: int) -> None:
-    """The largest graph allocates the shared buffers, each further graph only its own nodes."""
-    free, captured = [10**9], []
+    """The largest graph of a kind allocates the shared buffers, each further graph only its own nodes."""
+    free, captured, prompts = [10**9], [], []
 
     def capture_one(rows: int) -> None:
         free[0] -= 10**4 if captured else 10**7 + rows * 10**4
         captured.append(rows)
 
+    def capture_prompts(size: int) -> None:
+        free[0] -= 10**3 if prompts else 10**6
+        prompts.append(size)
+
     runner = SimpleNamespace(
         graphs=SimpleNamespace(capture_one=capture_one),
+        prompt_graphs=SimpleNamespace(capture_one=capture_prompts, sizes=(1, 2, 3)),
         model=SimpleNamespace(device=SimpleNamespace(free_bytes=lambda: free[0])),
         limits=SimpleNamespace(step_rows_max=step_rows_max),
     )
     told = memory._graph_bytes(cast(ModelRunner, runner), rows_max)
     sizes = memory.bucket_sizes(min(rows_max, step_rows_max))
-    assert captured == list(sizes[::-1][:2])
+    assert captured == list(sizes[::-1][:2]) and prompts == [3, 2]
     for rows in sizes[::-1][2:]:
         capture_one(rows)
+    capture_prompts(1)
     assert told == 10**9 - free[0]
 
 
@@ -160,7 +178,7 @@ def test_an_engine_for_two_coordinators(folder: Path) -> None:
     runner = engine.runner
     assert runner.graphs is not None
     assert runner.graphs.captured == 4
-    assert "capturing decode graphs" in told
+    assert "capturing graphs" in told
     plain = {*engine.model.module.parameters(), *engine.model.module.buffers()}
     assert engine.model.fused is not None
     packed = [weight for weight in engine.model.fused.product_weights() if weight.is_mkldnn]

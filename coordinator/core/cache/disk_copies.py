@@ -1,0 +1,428 @@
+"""Copies between a group's host tier and its disk tier, ordered beside the steps.
+
+*Down*: an entry of the host tier is copied to the disk soon after it has come there, so that the host tier can give its
+block up at any time, and a host that dies loses little.
+
+*Up*: a request about to start whose prefix goes on on the disk waits until these blocks are in the host tier. Then it
+starts as with any host hit. It waits for a limited time, and is computed then.
+
+An order holds what it reads and owns what it writes until the worker's answer, so orders end in any order, and no step
+waits for one. A worker that comes back to a restarted coordinator gets the unanswered orders again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from kvforge.protocol.errors import ProtocolError
+from kvforge.protocol.messages import (
+    DISK_DAMAGED,
+    DISK_DONE,
+    DISK_ENTRY_NUMBERS,
+    DISK_FAILED,
+    DISK_FULL,
+    DISK_NOT_FOUND,
+    DISK_READ,
+    DISK_WRITE,
+    DiskEntries,
+    DiskOrders,
+    DiskResults,
+    DiskScan,
+    DiskStats,
+)
+
+from .disk_tier import DiskTier
+from .hashing import BlockHasher, Hashes
+from .host_tier import NO_HOST_BLOCK, HostTier
+from .prefix_cache import Tokens, root_key
+
+ORDERS_MAX = 1 << 12  # in flight, reads and writes: bounds a message
+WRITES_MAX = 64  # in flight: so many blocks of the host tier cannot be given up
+READ_SHARE = 2  # a request brings at most 1 / READ_SHARE of the host tier from the disk
+FAILURES_MAX = 16  # in a row: the tier is off until the worker registers again
+
+
+class DiskOrder(msgspec.Struct):
+    """An order in flight.
+
+    Attributes:
+        kind: DISK_WRITE or DISK_READ.
+        host: The node of the host tier.
+        disk: The node of the disk tier.
+        load: The load that it belongs to; 0 for none.
+        sent: Whether it has been sent to the worker's present connection.
+    """
+
+    kind: int
+    host: int
+    disk: int
+    load: int = 0
+    sent: bool = False
+
+
+class DiskCopies:
+    """The disk copies of one group.
+
+    Attributes:
+        tier: The books of the disk tier.
+        wanted: Nodes of the host tier that are going to be written, oldest first.
+        orders: Orders in flight, by id.
+        loads: Orders that have not ended, by load.
+        cursor: Of the next scan.
+        scanning: A scan is to be sent or in flight: 0: none, 1: to be sent, 2: sent.
+        failures: Orders in a row that failed.
+        stalled: A request stopped waiting, and no order has ended since: no other request waits meanwhile.
+        off: There were too many failures.
+    """
+
+    def __init__(self, tier: DiskTier, host: HostTier) -> None:
+        self.tier, self._host = tier, host
+        self.wanted: dict[int, None] = {}
+        self.orders: dict[int, DiskOrder] = {}
+        self.loads: dict[int, set[int]] = {}
+        self._loading: dict[int, int] = {}  # node of the host tier -> load
+        self._last_order = self._last_load = 0
+        self.cursor, self.scanning = 0, 1
+        self.failures = 0
+        self.stalled = self.off = False
+
+    # ---------------------------------------------------------------------------------------------------- registration
+
+    def announce(self, message: DiskEntries, hasher: BlockHasher, block_size: int) -> None:
+        """Take entries that the worker found, and ask for the next ones.
+
+        Raises:
+            ProtocolError: The message is malformed, or names a block twice or outside the tier.
+        """
+        if self.tier.announced or message.cursor < self.cursor:
+            return  # sent twice, around a restart of the coordinator
+        if message.cursor > self.cursor:
+            raise ProtocolError(f"disk_entries: cursor {message.cursor}, expected {self.cursor}")
+        count, rest = divmod(message.entries.size, DISK_ENTRY_NUMBERS)
+        if rest or message.tokens.size != count * block_size or (not count and not message.last):
+            sizes = f"{message.entries.size} numbers and {message.tokens.size} tokens"
+            raise ProtocolError(f"disk_entries: {sizes} are not those of entries with {block_size} tokens")
+        rows = message.entries.reshape(count, DISK_ENTRY_NUMBERS)
+        blocks = rows[:, 0]
+        used = {node.block for node in self.tier.nodes.values()}
+        if count and (blocks.min() < 0 or blocks.max() >= self.tier.total or np.unique(blocks).size < count):
+            raise ProtocolError(f"disk_entries: a block twice, or outside the tier's {self.tier.total}")
+        if not used.isdisjoint(blocks.tolist()):
+            raise ProtocolError("disk_entries: a block was announced before")
+        values = np.ascontiguousarray(rows[:, 1:5]).astype("<i4").view("<u8")
+        tokens = message.tokens.reshape(count, block_size)
+        for row, (value, parent), own in zip(rows.tolist(), values.tolist(), tokens, strict=True):
+            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher)
+        self.cursor += count
+        self.scanning = 0 if message.last else 1
+        if message.last:
+            self.tier.end_announcement()
+            self.wanted.update(dict.fromkeys(self._host.cached_nodes()))
+
+    def came_back(self) -> None:
+        """The worker has another connection: send everything that is unanswered again."""
+        self.scanning = 1 if self.scanning else 0
+        for order in self.orders.values():
+            order.sent = False
+
+    # ---------------------------------------------------------------------------------------------------------- down
+
+    def want(self, node_id: int) -> None:
+        """Write an entry that has come into the host tier, as soon as the disk can take it."""
+        if self.off:
+            return
+        self.wanted[node_id] = None
+        if len(self.wanted) > self._host.total:  # a slow disk: the oldest have left the host tier, or will soon
+            del self.wanted[next(iter(self.wanted))]
+            self.tier.unsaved_total += 1
+
+    def _write_next(self) -> bool:
+        """Order the next write. Return False if none can be ordered now."""
+        host, tier = self._host, self.tier
+        while self.wanted:
+            node_id = next(iter(self.wanted))
+            del self.wanted[node_id]
+            node = host.nodes.get(node_id)
+            if node is None or not node.written or node.damaged:
+                tier.unsaved_total += node is None or node.block == NO_HOST_BLOCK
+                continue
+            disk_id = self._node_of(node_id)
+            if disk_id is None:
+                tier.unsaved_total += 1
+                continue
+            if tier.nodes[disk_id].block != NO_HOST_BLOCK:
+                tier.use(disk_id)
+                continue
+            if not tier.give_block(disk_id):
+                tier.prune(disk_id)
+                tier.unsaved_total += 1
+                continue
+            host.hold(node_id)
+            self._order(DiskOrder(DISK_WRITE, node_id, disk_id))
+            return True
+        return False
+
+    def _node_of(self, node_id: int) -> int | None:
+        """Return the disk node with the content of a host node, made with those of its ancestors; None for none."""
+        host, tier = self._host, self.tier
+        path: list[int] = []
+        at = node_id
+        while at > 0:
+            node = host.nodes[at]
+            known = tier.find(node.value, node.tokens)
+            if known is not None:
+                at = known
+                break
+            path.append(at)
+            at = node.parent
+        parent = at
+        for number in reversed(path):
+            node = host.nodes[number]
+            found = tier.add(parent, node.value, node.tokens)
+            if found is None:
+                tier.prune(parent)
+                return None
+            parent = found
+        return parent
+
+    def _order(self, order: DiskOrder) -> int:
+        self._last_order += 1
+        self.orders[self._last_order] = order
+        return self._last_order
+
+    # ------------------------------------------------------------------------------------------------------------ up
+
+    def load(
+        self, salt: int, tokens: Tokens, hashes: Hashes, held: tuple[int, ...], first: int, end: int, owner: int = 0
+    ) -> tuple[int, ...]:
+        """Order the copies of a prefix's blocks from the disk to the host tier.
+
+        Args:
+            salt: The salt of the prefix.
+            tokens: Tokens in the form in which they are indexed, [n] int32.
+            hashes: The chained hashes of their full blocks, [m] uint64.
+            held: Nodes of the host tier that the prefix has before block `first`. They keep their blocks.
+            first: The first block that is neither on the device nor in the host tier.
+            end: Where to stop.
+            owner: The tenant that is charged for the blocks of the host tier; 0 for none.
+
+        Returns:
+            The loads to wait for; () if the disk has nothing.
+        """
+        host, tier = self._host, self.tier
+        if self.off or self.stalled or len(self.orders) >= ORDERS_MAX:
+            return ()
+        end = min(end, first + max(1, host.total // READ_SHARE), first + ORDERS_MAX - len(self.orders))
+        found = tier.entries(root_key(salt), tokens, hashes, first, end)
+        if not found:
+            return ()
+        size = len(tier.nodes[found[0]].tokens) // 4
+        parent = root_key(salt)
+        awaited: dict[int, None] = {}
+        ours: set[int] = set()
+        for kept in held:
+            host.hold(kept)
+        self._last_load += 1
+        for number in range(first + len(found)):
+            own = tokens[number * size : (number + 1) * size].tobytes()
+            added = host.add(parent, int(hashes[number]), own)
+            if added is None:
+                break
+            parent = node_id = added
+            if number < first:
+                continue
+            node = host.nodes[node_id]
+            if node.block != NO_HOST_BLOCK:
+                if node.written and not node.damaged:
+                    continue
+                if node_id not in self._loading:
+                    break
+                awaited[self._loading[node_id]] = None
+                continue
+            if not host.give_block(node_id, owner=owner):
+                break
+            disk_id = found[number - first]
+            tier.hold(disk_id)
+            self._loading[node_id] = self._last_load
+            ours.add(self._order(DiskOrder(DISK_READ, node_id, disk_id, self._last_load)))
+        host.prune(parent)
+        for kept in held:
+            host.release(kept)
+        if ours:
+            self.loads[self._last_load] = ours
+            awaited[self._last_load] = None
+        return tuple(awaited)
+
+    def stats(self) -> DiskStats:
+        """Return what is shown of the tier."""
+        tier = self.tier
+        return DiskStats(
+            blocks=tier.total,
+            free=tier.free,
+            cached=tier.cached,
+            quarantined=tier.quarantined,
+            recovered_total=tier.recovered_total,
+            pruned_total=tier.pruned_total,
+            saved_total=tier.saved_total,
+            loaded_total=tier.loaded_total,
+            evicted_total=tier.evicted_total,
+            unsaved_total=tier.unsaved_total,
+            failed_total=tier.failed_total,
+            late_total=tier.late_total,
+            missed_tags_total=tier.missed_tags_total,
+            missed_checksums_total=tier.missed_checksums_total,
+            off=self.off,
+        )
+
+    def late(self) -> None:
+        """A request has stopped waiting: no other one waits until an order has ended."""
+        self.stalled = True
+        self.tier.late_total += 1
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def flush(self, epoch: int) -> DiskScan | DiskOrders | None:
+        """Return what is to be sent now; None for nothing."""
+        if self.scanning:
+            if self.scanning == 2:
+                return None
+            self.scanning = 2
+            return DiskScan(epoch, self.cursor)
+        if self.off or not self.tier.announced:
+            return None
+        if self.wanted:
+            writes = sum(order.kind == DISK_WRITE for order in self.orders.values())
+            most = min(WRITES_MAX, max(1, self._host.total // 4))
+            while writes < most and len(self.orders) < ORDERS_MAX and self._write_next():
+                writes += 1
+        due = [(number, order) for number, order in self.orders.items() if not order.sent]
+        if not due:
+            return None
+        return self._message(epoch, due)
+
+    def _message(self, epoch: int, due: list[tuple[int, DiskOrder]]) -> DiskOrders:
+        host, tier = self._host.nodes, self.tier.nodes
+        rows: list[tuple[int, ...]] = []
+        values: list[tuple[int, int]] = []
+        tokens: list[bytes] = []
+        for number, order in due:
+            order.sent = True
+            node = tier[order.disk]
+            first = node.parent < 0
+            rows.append((number, order.kind, host[order.host].block, node.block, first))
+            values.append((node.value, -node.parent - 1 if first else tier[node.parent].value))
+            if order.kind == DISK_WRITE:
+                tokens.append(node.tokens)
+        numbers = np.zeros((len(due), 9), np.int32)
+        numbers[:, (0, 1, 2, 3, 8)] = rows
+        numbers[:, 4:8] = np.array(values, "<u8").view("<i4")
+        return DiskOrders(epoch, numbers.reshape(-1), np.frombuffer(b"".join(tokens), np.int32))
+
+    def ended(self, message: DiskResults) -> list[int]:
+        """Record orders that have ended.
+
+        Returns:
+            The loads that have ended with them.
+
+        Raises:
+            ProtocolError: The message is malformed, or names an order that was never given.
+        """
+        results = message.results
+        if results.size % 3:
+            raise ProtocolError(f"disk_results: {results.size} numbers are no results")
+        over: list[int] = []
+        for number, outcome, usable in results.reshape(-1, 3).tolist():
+            if not 0 < number <= self._last_order or not DISK_DONE <= outcome <= DISK_FULL:
+                raise ProtocolError(f"disk_results: order {number}, outcome {outcome}")
+            order = self.orders.pop(number, None)
+            if order is None:
+                continue  # answered twice, around a restart of the coordinator
+            self.stalled = False
+            failed = outcome in (DISK_FAILED, DISK_FULL)
+            self.tier.failed_total += failed
+            self.failures = self.failures + 1 if outcome == DISK_FAILED else 0
+            if order.kind == DISK_WRITE:
+                self._written(order, outcome, usable)
+            else:
+                self._read(order, outcome)
+                left = self.loads[order.load]
+                left.discard(number)
+                if not left:
+                    del self.loads[order.load]
+                    over.append(order.load)
+        self.off |= self.failures >= FAILURES_MAX
+        if self.off:
+            self.wanted.clear()
+        return over
+
+    def _written(self, order: DiskOrder, outcome: int, usable: int) -> None:
+        tier = self.tier
+        self._host.release(order.host)
+        if outcome == DISK_DONE:
+            tier.written(order.disk)
+            return
+        tier.unsaved_total += 1
+        tier.drop(order.disk, quarantine=outcome == DISK_FAILED)
+        if outcome == DISK_FULL:
+            tier.limit(usable)
+
+    def _read(self, order: DiskOrder, outcome: int) -> None:
+        host, tier = self._host, self.tier
+        del self._loading[order.host]
+        if outcome == DISK_DONE:
+            host.filled(order.host)
+            tier.loaded_total += 1
+            tier.release(order.disk)
+            return
+        host.drop(order.host)
+        tier.missed_tags_total += outcome == DISK_NOT_FOUND
+        tier.missed_checksums_total += outcome == DISK_DAMAGED
+        tier.damage(order.disk)
+        tier.release(order.disk)
+
+    def lost(self) -> list[int]:
+        """The worker is lost: give back what its orders use in the host tier. Return the loads, which have ended.
+
+        A process of the worker may still write the host blocks of its reads.
+        """
+        for order in self.orders.values():
+            if order.kind == DISK_WRITE:
+                self._host.release(order.host)
+            else:
+                self._host.drop(order.host, quarantine=True)
+        over = list(self.loads)
+        self.orders.clear()
+        self.loads.clear()
+        self._loading.clear()
+        self.wanted.clear()
+        return over
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+
+    def held_nodes(self) -> Iterable[int]:
+        """Yield the nodes of the host tier that orders read."""
+        return (order.host for order in self.orders.values() if order.kind == DISK_WRITE)
+
+    def filled_nodes(self) -> Iterable[int]:
+        """Yield the nodes of the host tier that orders write."""
+        return self._loading
+
+    def check_invariants(self) -> None:
+        """Check that each order in flight has its blocks, and that nothing else uses one."""
+        tier, readers, writes = self.tier, dict[int, int](), set[int]()
+        tier.check_invariants()
+        for number, order in self.orders.items():
+            if order.kind == DISK_WRITE:
+                assert order.disk not in writes, "a disk block is written twice"
+                writes.add(order.disk)
+            else:
+                readers[order.disk] = readers.get(order.disk, 0) + 1
+                assert number in self.loads[order.load] and self._loading[order.host] == order.load, "a load"
+        for node_id, node in tier.nodes.items():
+            assert node.readers == readers.get(node_id, 0), "readers of a disk block"
+            if node.block != NO_HOST_BLOCK:
+                assert node.written != (node_id in writes), "a disk block is neither written nor in the making"
+        assert sum(map(len, self.loads.values())) == len(self._loading) == sum(readers.values()), "reads of loads"

@@ -1,0 +1,92 @@
+"""The books of the disk tier: KV blocks in a folder of a worker, which outlive the worker, the service and the host.
+
+They are the books of a host tier with another kind of block: free + cached + referenced + quarantined = total. They
+belong to one registration. The worker announces what it found on its disk, and until it has done so, all other blocks
+are quarantined: they may hold entries. A worker that is lost takes the books along; its successor announces again.
+
+Blocks that cannot be written stay quarantined for the life of the worker: the tier gets smaller.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .hashing import BlockHasher, Hashes
+from .host_tier import NO_HOST_BLOCK, HostTier
+from .prefix_cache import Tokens, root_key
+
+
+class DiskTier(HostTier):
+    """The blocks of one disk tier: [0, total).
+
+    Attributes:
+        announced: The worker has announced all entries of earlier lives.
+        recovered_total: Entries that it announced and that can be hit.
+        pruned_total: Entries that it announced and that cannot be used.
+        failed_total: Copies that ended with an error of the device, or for lack of space.
+        late_total: Requests that stopped waiting for the disk.
+    """
+
+    def __init__(self, total: int, nodes_max: int) -> None:
+        super().__init__("", total, nodes_max)
+        self._free.clear()
+        self.announced = False
+        self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that may hold an entry that was not announced yet, or that cannot be written."""
+        return len(self._quarantine) if self.announced else self.total - self.cached
+
+    def adopt(self, block: int, value: int, parent: int, first: bool, tokens: Tokens, hasher: BlockHasher) -> bool:
+        """Take an entry that the worker found, if the coordinator itself would name it so.
+
+        Args:
+            block: Its block.
+            value: Its chained hash.
+            parent: The chained hash of the block before it, or the salt.
+            first: Whether it is the first block of its chain.
+            tokens: Its tokens, [block_size] int32.
+            hasher: Makes hashes under this coordinator's key.
+
+        Returns:
+            Whether it can be hit. Otherwise its block becomes free once all entries were announced.
+        """
+        assert not self.announced
+        before = root_key(parent) if first else self._by_value.get(parent)
+        known = before is not None and int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0]) == value
+        node_id = self.add(before, value, tokens.tobytes()) if known and before is not None else None
+        if node_id is None or self.nodes[node_id].block != NO_HOST_BLOCK:
+            self.pruned_total += 1
+            return False
+        self.nodes[node_id].block = block
+        self.filled(node_id)
+        self._lru.add_oldest(node_id, 0)  # later chains are announced first, and parents before children
+        self.recovered_total += 1
+        return True
+
+    def end_announcement(self) -> None:
+        """All entries were announced: the other blocks are free."""
+        assert not self.announced
+        self.announced = True
+        taken = {node.block for node in self.nodes.values()}
+        self._free.extend(block for block in range(self.total - 1, -1, -1) if block not in taken)
+
+    def limit(self, usable: int) -> int:
+        """Give up the free blocks from `usable` on, for which the disk has no space. Return how many they are."""
+        lost = [block for block in self._free if block >= usable]
+        self._quarantine.extend(lost)
+        self._free = [block for block in self._free if block < usable]
+        return len(lost)
+
+    def entries(self, root: int, tokens: Tokens, hashes: Hashes, first: int, end: int) -> tuple[int, ...]:
+        """Return the nodes of the longest run of entries [first, ...) of a prefix; see `match`."""
+        return self.match(root, tokens, hashes, first, end) if self.announced else ()
+
+    def check_invariants(self) -> None:
+        """Check that the books agree."""
+        if self.announced:
+            super().check_invariants()
+            return
+        blocks = [node.block for node in self.nodes.values()]
+        assert len(set(blocks)) == len(blocks) == self.cached and not self._free, "an announced disk block"

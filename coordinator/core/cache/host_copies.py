@@ -1,0 +1,325 @@
+"""Copies between a group's pool and its host tier, ordered by steps.
+
+*Down*: a cached block that is evicted from the device is copied to a host block. Its content is intact until the next
+step writes the device block, so that step copies it before all else. The entry can be hit once the step's result
+acknowledges the copy. The blocks before it are copied with it, although they are still on the device: without them, the
+entry would be of no use to a worker's successor.
+
+*Up*: a sequence that moves in takes device blocks for the host entries behind its device hits, and the next step fills
+them before it computes. `Sequences.scheduled` counts these tokens at once, `computed` when the result acknowledges the
+copy: until then nothing indexes or shares the blocks, whatever the results of earlier steps say.
+
+A read may not find what was saved: the result says so, the entry is dropped, and its sequence begins again without it.
+
+A result that does not acknowledge exactly the copies of its step ends the worker. If the worker is lost, the entries of
+copies in flight are dropped, those that were read too: a read that ended the worker is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from kvforge.protocol.messages import MISSED_CHECKSUM, MISSED_TAG, NO_INT32, Int32Array
+
+from .blocks import Blocks
+from .costs import StepCosts
+from .disk_copies import DiskCopies
+from .hashing import Hashes
+from .host_tier import NO_HOST_BLOCK, HostNode, HostTier
+from .prefix_cache import PrefixCache, Tokens, root_key
+from .sequences import Sequences
+
+COPY_NUMBERS = 4  # block, host block, and the halves of the tag
+READS_MAX = 1 << 16  # of one step: bounds its message; what is beyond is computed
+WRITES_MAX = 4096  # of one step; blocks evicted beyond are lost, as they are without a tier
+
+
+class HostLoad(msgspec.Struct):
+    """Tokens of a sequence that a step brings from the host.
+
+    Attributes:
+        end: The sequence has KV of so many tokens then.
+        step: The step; 0 until it is sent.
+        nodes: The entries that it reads.
+    """
+
+    end: int
+    step: int = 0
+    nodes: tuple[int, ...] = ()
+
+
+class SentCopies(msgspec.Struct, frozen=True):
+    """The host copies of a step in flight: the nodes of the blocks that it writes and reads."""
+
+    step: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+class HostCopies:
+    """The host copies of one group.
+
+    Attributes:
+        tier: The books of the worker's file.
+        index: The prefix index of the pool.
+        writes: Copies that the next step carries: device block -> node.
+        reads: Copies that the next step carries: device block -> node, which has a reader more for each.
+        loads: By slot: what a sequence gets from the host.
+        sent: Copies of steps in flight, the oldest first.
+        write_costs: The measured cost of copies to the host by their blocks.
+        read_costs: The same of those from it.
+        disk: Copies between this tier and the disk tier; None if the worker has none.
+    """
+
+    def __init__(self, tier: HostTier, index: PrefixCache, blocks: Blocks) -> None:
+        self.tier, self.index, self._blocks = tier, index, blocks
+        self.writes: dict[int, int] = {}
+        self.reads: dict[int, int] = {}
+        self.loads: dict[int, HostLoad] = {}
+        self.sent: deque[SentCopies] = deque()
+        self.write_costs, self.read_costs = StepCosts(), StepCosts()
+        self.disk: DiskCopies | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next step carries copies."""
+        return bool(self.writes or self.reads)
+
+    # ---------------------------------------------------------------------------------------------------------- down
+
+    def save(self, block: int) -> None:
+        """Copy an indexed block that is about to be evicted to the host, with those before it that are not there yet.
+
+        A block that lost its prefix in the index cannot be hit and is not saved.
+        """
+        tier, index = self.tier, self.index
+        node_id = self.node_of(block)
+        if node_id is None:
+            tier.unsaved_total += 1
+            return
+        key = index.key(block)
+        while node_id > 0 and index.alive(key) and tier.nodes[node_id].entry == key:
+            if tier.nodes[node_id].block != NO_HOST_BLOCK:
+                tier.use(node_id)
+                return
+            at = key & 0xFFFFFFFF
+            if len(self.writes) >= WRITES_MAX or not tier.give_block(node_id, owner=self.owner_of(at)):
+                tier.unsaved_total += 1
+                tier.prune(node_id)
+                return
+            self.writes[at] = node_id
+            node_id, key = tier.nodes[node_id].parent, index.parent_of(at)
+
+    def node_of(self, block: int) -> int | None:
+        """Return the node of an indexed block, made with those of its ancestors if it is new; None for none."""
+        index, tier = self.index, self.tier
+        path: list[tuple[int, int, bytes]] = []
+        key = index.key(block)
+        while key >= 0:
+            if not index.alive(key):
+                return None
+            at = key & 0xFFFFFFFF
+            value, tokens = index.hash_of(at), index.tokens_of(at).tobytes()
+            known = tier.find(value, tokens)
+            if known is not None and tier.nodes[known].entry == key:
+                key = known
+                break
+            path.append((key, value, tokens))
+            key = index.parent_of(at)
+        parent = key
+        for entry, value, tokens in reversed(path):
+            found = tier.add(parent, value, tokens)
+            if found is None:
+                tier.prune(parent)
+                return None
+            tier.nodes[found].entry = entry
+            parent = found
+        return parent
+
+    def owner_of(self, block: int) -> int:
+        """Return the tenant that is charged for a device block, and will be for its copy."""
+        return int(self._blocks.owner[block])
+
+    def entry_of(self, block: int) -> HostNode | None:
+        """Return the node with the content of a device block; None if it has none, or is not indexed."""
+        index = self.index
+        if not index.alive(index.key(block)):
+            return None
+        node_id = self.tier.find(index.hash_of(block), index.tokens_of(block).tobytes())
+        return None if node_id is None else self.tier.nodes[node_id]
+
+    # ------------------------------------------------------------------------------------------------------------ up
+
+    def match(self, salt: int, tokens: Tokens, hashes: Hashes, first: int, end: int) -> tuple[int, ...]:
+        """Return the nodes of the host entries behind the first `first` blocks of a prefix, up to block `end`."""
+        end = min(end, first + READS_MAX - len(self.reads))
+        return self.tier.match(root_key(salt), tokens, hashes, first, end)
+
+    def hold(self, nodes: tuple[int, ...]) -> None:
+        """Keep entries that are going to be read."""
+        for node_id in nodes:
+            self.tier.hold(node_id)
+
+    def unhold(self, nodes: tuple[int, ...]) -> None:
+        """Give up entries that were held and are not read."""
+        for node_id in nodes:
+            self.tier.release(node_id)
+
+    def load(self, slot: int, nodes: tuple[int, ...], targets: list[int], end: int) -> None:
+        """Make the next step copy held entries to device blocks of a sequence.
+
+        Args:
+            slot: The slot of the sequence.
+            nodes: The entries, [n].
+            targets: Its device blocks, [n].
+            end: How many tokens of the sequence have KV then.
+        """
+        self.reads.update(zip(targets, nodes, strict=True))
+        self.loads[slot] = HostLoad(end, nodes=nodes)
+
+    def forget(self, slot: int) -> None:
+        """Do not count what a sequence gets from the host: it gave its blocks up, or goes on from fewer tokens."""
+        self.loads.pop(slot, None)
+
+    def cancel(self, block: int) -> None:
+        """Do not read into a device block that lost its holders before the step was sent."""
+        node_id = self.reads.pop(block, None)
+        if node_id is not None:
+            self.tier.release(node_id)
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def flush(self, step: int) -> tuple[Int32Array, Int32Array]:
+        """Return and clear the copies that a step carries, as `Step.host_writes` and `Step.host_reads`."""
+        if not self.pending:
+            return NO_INT32, NO_INT32
+        self.sent.append(SentCopies(step, tuple(self.writes.values()), tuple(self.reads.values())))
+        for load in self.loads.values():
+            load.step = load.step or step
+        copies = self._copies_of(self.writes), self._copies_of(self.reads)
+        self.writes.clear()
+        self.reads.clear()
+        return copies
+
+    def _copies_of(self, pending: dict[int, int]) -> Int32Array:
+        nodes = self.tier.nodes
+        copies = np.zeros((len(pending), COPY_NUMBERS), np.int32)
+        copies[:, 0] = list(pending)
+        copies[:, 1] = [nodes[node_id].block for node_id in pending.values()]
+        copies[:, 2:] = (
+            np.array([nodes[node_id].value for node_id in pending.values()], "<u8").view("<i4").reshape(-1, 2)
+        )
+        return copies.reshape(-1)
+
+    def due(self, step: int) -> Int32Array | None:
+        """Return the host blocks of a step's copies, writes first: [n] int32; None for a step without any."""
+        if not self.sent or self.sent[0].step != step:
+            return None
+        sent, nodes = self.sent[0], self.tier.nodes
+        return np.array([nodes[node_id].block for node_id in (*sent.writes, *sent.reads)], np.int32)
+
+    def missed(self, step: int, missed: Int32Array) -> list[int]:
+        """Record the entries that a step did not find on the host. Call it before `step_done`.
+
+        Args:
+            step: The step.
+            missed: As in `StepResult.host_missed`.
+
+        Returns:
+            The slots with wrong KV, in order.
+
+        Raises:
+            ValueError: The step did not read these blocks.
+        """
+        tier, nodes = self.tier, self.tier.nodes
+        reads = self.sent[0].reads if self.sent and self.sent[0].step == step else ()
+        at = {nodes[node_id].block: node_id for node_id in reads}
+        pairs = missed.reshape(-1, 2).tolist() if missed.size % 2 == 0 else [(-1, 0)]
+        for block, reason in pairs:
+            if block not in at or reason not in (MISSED_TAG, MISSED_CHECKSUM):
+                raise ValueError(f"block {block}, reason {reason}")
+        damaged = {at[block] for block, _ in pairs}
+        for node_id in damaged:
+            tier.damage(node_id)
+        tags = sum(reason == MISSED_TAG for _, reason in pairs)
+        tier.missed_tags_total += tags
+        tier.missed_checksums_total += len(pairs) - tags
+        slots = [slot for slot, load in self.loads.items() if load.step == step and not damaged.isdisjoint(load.nodes)]
+        for slot in slots:
+            del self.loads[slot]
+        return sorted(slots)
+
+    def measured(self, step: int, write_us: int, read_us: int) -> None:
+        """Record how long the copies of a step took; 0: they were not measured. Call it before `step_done`."""
+        if not self.sent or self.sent[0].step != step:
+            return
+        sent = self.sent[0]
+        for costs, blocks, took_us in (
+            (self.write_costs, len(sent.writes), write_us),
+            (self.read_costs, len(sent.reads), read_us),
+        ):
+            if blocks and took_us > 0:
+                costs.add(blocks, took_us)
+
+    def step_done(self, step: int, sequences: Sequences) -> None:
+        """Record that a step has made its copies: entries can be hit, and sequences have the KV that it brought."""
+        if not self.sent or self.sent[0].step != step:
+            return
+        sent, tier = self.sent.popleft(), self.tier
+        for node_id in sent.writes:
+            tier.written(node_id)
+            if self.disk is not None:
+                self.disk.want(node_id)
+        tier.loaded_total += sum(not tier.nodes[node_id].damaged for node_id in sent.reads)
+        for node_id in sent.reads:
+            tier.release(node_id)
+        for slot in [slot for slot, load in self.loads.items() if load.step == step]:
+            sequences.computed[slot] = self.loads.pop(slot).end
+
+    def lost(self) -> None:
+        """The worker is lost: drop the entries of copies in flight, and give the file back."""
+        tier = self.tier
+        if self.disk is not None:
+            self.disk.lost()
+        for node_id in self.writes.values():
+            tier.drop(node_id)
+        for node_id in self.reads.values():
+            tier.release(node_id)
+        for sent in self.sent:
+            for node_id in sent.writes:
+                tier.drop(node_id, quarantine=True)
+            for node_id in dict.fromkeys(sent.reads):
+                node = tier.nodes.get(node_id)
+                if node is not None and node.block != NO_HOST_BLOCK:
+                    tier.drop(node_id)
+        self.writes.clear()
+        self.reads.clear()
+        self.loads.clear()
+        self.sent.clear()
+        tier.epoch = 0
+
+    # ---------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self, sequences: Sequences, pool: int) -> None:
+        """Check that each copy that is pending or in flight has its block, and that nothing else uses a block."""
+        tier = self.tier
+        readers: dict[int, int] = {}
+        writes = [*self.writes.values(), *(node_id for sent in self.sent for node_id in sent.writes)]
+        reads = [*self.reads.values(), *(node_id for sent in self.sent for node_id in sent.reads)]
+        if self.disk is not None:
+            self.disk.check_invariants()
+            reads.extend(self.disk.held_nodes())
+            writes.extend(self.disk.filled_nodes())
+        for node_id in reads:
+            readers[node_id] = readers.get(node_id, 0) + 1
+        assert len(set(writes)) == len(writes), "a host block is written twice"
+        for node_id, node in tier.nodes.items():
+            assert node.readers == readers.get(node_id, 0), "readers of a host block"
+            if node.block != NO_HOST_BLOCK:
+                assert node.written != (node_id in writes), "a host block is neither written nor in the making"
+        for slot, load in self.loads.items():
+            assert sequences.pool[slot] == pool, "a sequence that moved out gets KV from the host"
+            assert sequences.computed[slot] < load.end <= sequences.scheduled[slot], "tokens that come from the host"

@@ -1,0 +1,400 @@
+"""The books of the host tier: KV blocks in a file of the host, which outlives the worker that wrote them.
+
+A worker maps a file of blocks and announces its identity with the pool. The coordinator owns these blocks as it owns
+those of the device. `HostTier` has the books of one file:
+
+    free + cached + referenced + quarantined = total
+
+- *cached*: the block holds the KV of an entry, and a worker has acknowledged the copy. Only these can be hit.
+- *referenced*: a copy into or out of the block is pending or in flight.
+- *quarantined*: a worker was lost while a step that writes the block was in flight. A hung process may still write it.
+  The worker locks the file for its whole life, so the next process that announces the file ends the quarantine.
+
+An entry is a node of a trie: the tokens of a block behind a parent node. The root is the salt. Nodes are apart from the
+keys of the prefix index, because a key changes when its device block is freed. A node without a block keeps the
+place of an ancestor that is not in the tier. The file's identity covers all else that the content depends on: model,
+layout, dtype and device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .hashing import Hashes
+from .host_lru import HostLru
+from .tenants import Tenants
+
+Tokens = npt.NDArray[np.int32]
+NO_HOST_BLOCK = -1
+NO_ENTRY = -1
+
+
+class HostNode(msgspec.Struct):
+    """A block of tokens behind a prefix.
+
+    Attributes:
+        parent: The node of the block before it, or a root key (`prefix_cache.root_key`).
+        value: Its chained hash, unsigned 64 bit. It is also the tag that the worker stores beside the block.
+        tokens: Its tokens, int32 in native order.
+        entry: The key of the device entry that was last seen with this content; NO_ENTRY for none.
+        block: Its host block; NO_HOST_BLOCK for none.
+        written: A worker has acknowledged the copy into the block.
+        readers: Copies out of the block that are pending or in flight.
+        children: Nodes behind it.
+        owner: The tenant that is charged for its block; 0 for none.
+        damaged: A read did not find the content in the block, which is freed once nothing reads it.
+    """
+
+    parent: int
+    value: int
+    tokens: bytes
+    entry: int = NO_ENTRY
+    block: int = NO_HOST_BLOCK
+    written: bool = False
+    readers: int = 0
+    children: int = 0
+    damaged: bool = False
+    owner: int = 0
+
+
+class HostTier:
+    """The blocks of one file: [0, total).
+
+    Attributes:
+        identity: The identity of the file and of what determines its content.
+        total: Number of blocks.
+        usage: Blocks that each tenant is charged for; none of those that no tenant is charged for.
+        epoch: The registration of the worker that has the file mapped; 0 for none.
+        saved_total: Copies into the file that were acknowledged, in blocks.
+        loaded_total: Copies to the device that were acknowledged, in blocks.
+        evicted_total: Entries that gave their block to another.
+        unsaved_total: Evicted device blocks that found no place here.
+        swapped_total: Preempted requests that came back with blocks from here.
+        unswapped_total: Those that computed the tokens again, because that takes less time or nothing was measured.
+        missed_tags_total: Reads that found another entry's tag, or none, in blocks.
+        missed_checksums_total: Reads of other bytes than were saved, in blocks.
+    """
+
+    def __init__(self, identity: str, total: int, nodes_max: int, tenants: Tenants | None = None) -> None:
+        self.identity, self.total, self._nodes_max = identity, total, nodes_max
+        self._tenants = tenants if tenants is not None and tenants.has_host_quotas else None
+        self.usage: dict[int, int] = {}
+        self.epoch = 0
+        self.nodes: dict[int, HostNode] = {}
+        self._last_node = 0
+        self._by_value: dict[int, int] = {}
+        self._free = list(range(total - 1, -1, -1))
+        self._lru = HostLru()
+        self._quarantine: list[int] = []
+        self.saved_total = self.loaded_total = self.evicted_total = self.unsaved_total = 0
+        self.swapped_total = self.unswapped_total = 0
+        self.missed_tags_total = self.missed_checksums_total = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks without content."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that can be hit, and that no copy uses."""
+        return len(self._lru)
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that a lost worker may still write."""
+        return len(self._quarantine)
+
+    @property
+    def referenced(self) -> int:
+        """Blocks that a copy uses."""
+        return self.total - self.free - self.cached - self.quarantined
+
+    # ------------------------------------------------------------------------------------------------------- lookup
+
+    def match(self, root: int, tokens: Tokens, hashes: Hashes, first: int, end: int) -> tuple[int, ...]:
+        """Return the nodes of the longest run of written blocks [first, ...) of a prefix.
+
+        Args:
+            root: The root key of the prefix's salt.
+            tokens: Tokens in the form in which they are indexed, [n] int32.
+            hashes: The chained hashes of their full blocks, [m] uint64.
+            first: The first block to look for. Those before it need nodes, but no blocks here.
+            end: Where to stop.
+        """
+        found: list[int] = []
+        if not self.nodes or first >= end:
+            return ()
+        parent, known, nodes = root, self._by_value, self.nodes
+        for number, value in enumerate(hashes[:end].tolist()):
+            node_id = known.get(value)
+            if node_id is None:
+                break
+            node = nodes[node_id]
+            size = len(node.tokens) // 4
+            own = tokens[number * size : (number + 1) * size]
+            if node.parent != parent or node.tokens != own.tobytes():
+                break
+            if number >= first and (not node.written or node.damaged):
+                break
+            if number >= first:
+                found.append(node_id)
+            parent = node_id
+        return tuple(found)
+
+    def find(self, value: int, tokens: bytes) -> int | None:
+        """Return the node with this chained hash if it has these tokens."""
+        node_id = self._by_value.get(value)
+        return node_id if node_id is not None and self.nodes[node_id].tokens == tokens else None
+
+    def chain(self, node_id: int) -> list[int]:
+        """Return a node and those before it, down to the first block of the prefix."""
+        found = []
+        while node_id > 0:
+            found.append(node_id)
+            node_id = self.nodes[node_id].parent
+        return found
+
+    # ------------------------------------------------------------------------------------------------------- entries
+
+    def add(self, parent: int, value: int, tokens: bytes) -> int | None:
+        """Return the node of a block behind a parent, which is made if it is new.
+
+        Returns:
+            The node; None if another content has the same hash, or if there are too many nodes.
+        """
+        node_id = self._by_value.get(value)
+        if node_id is not None:
+            node = self.nodes[node_id]
+            return node_id if node.parent == parent and node.tokens == tokens else None
+        if len(self.nodes) >= self._nodes_max:
+            return None
+        self._last_node += 1
+        self.nodes[self._last_node] = HostNode(parent, value, tokens)
+        self._by_value[value] = self._last_node
+        if parent > 0:
+            self.nodes[parent].children += 1
+        return self._last_node
+
+    def prune(self, node_id: int) -> None:
+        """Remove a node that has neither a block nor children, and the ancestors that then have neither."""
+        while node_id > 0:
+            node = self.nodes[node_id]
+            if node.block != NO_HOST_BLOCK or node.children:
+                return
+            del self.nodes[node_id], self._by_value[node.value]
+            node_id = node.parent
+            if node_id > 0:
+                self.nodes[node_id].children -= 1
+
+    def give_block(self, node_id: int, chain: Sequence[int] = (), owner: int = 0) -> bool:
+        """Give a node without a block one to write: a free one, or that of the least recently used entry.
+
+        A tenant at its ceiling takes the block of an entry of its own. Entries of others stay within their floors.
+
+        Args:
+            node_id: The node.
+            chain: Entries that it would be of no use without, and that must not give their blocks: the last ones first.
+            owner: The tenant that is charged for the block; 0 for none.
+
+        Returns:
+            False if no block may be taken: all are in use by copies, by the chain, or by tenants within their quotas.
+        """
+        node = self.nodes[node_id]
+        assert node.block == NO_HOST_BLOCK
+        if not self._may_take_free(owner):
+            for each in chain:
+                self.use(each)
+            oldest = self._lru.oldest(self._givers(owner))
+            if oldest is None or oldest in chain:
+                return False
+            self.evicted_total += 1
+            node.children += 1  # the oldest may be its only child, and must not take it along
+            self.drop(oldest)
+            node.children -= 1
+        node.block, node.written = self._free.pop(), False
+        self._charge(node, owner)
+        return True
+
+    def cached_nodes(self) -> list[int]:
+        """Return the entries that no copy uses, least recently used first."""
+        return list(self._lru)
+
+    def _may_take_free(self, owner: int) -> bool:
+        """Return whether a free block may become the tenant's."""
+        if not self._free or self._tenants is None:
+            return bool(self._free)
+        if self.usage.get(owner, 0) >= self._tenants.host_ceiling[owner]:
+            return False
+        return len(self._free) > self._reserved(owner)
+
+    def _reserved(self, owner: int) -> int:
+        """Return how many blocks are reserved for the unused floors of other tenants."""
+        assert self._tenants is not None
+        floors = self._tenants.host_floor
+        lacking = ((tenant, int(floors[tenant]) - self.usage.get(tenant, 0)) for tenant in floors.nonzero()[0].tolist())
+        return sum(max(0, blocks) for tenant, blocks in lacking if tenant != owner)
+
+    def _givers(self, owner: int) -> set[int] | None:
+        """Return the tenants of which an entry may give its block to the tenant; None: all."""
+        tenants = self._tenants
+        if tenants is None:
+            return None
+        if self.usage.get(owner, 0) >= tenants.host_ceiling[owner]:
+            return {owner}
+        return {
+            each for each in self._lru.by_owner if each in (0, owner) or self.usage[each] > tenants.host_floor[each]
+        }
+
+    def _charge(self, node: HostNode, owner: int) -> None:
+        """Charge a node's block to another tenant."""
+        for tenant, blocks in ((node.owner, -1), (owner, 1)):
+            self.usage[tenant] = self.usage.get(tenant, 0) + blocks
+            if not self.usage[tenant] or not tenant:
+                self.usage.pop(tenant, None)
+        node.owner = owner
+
+    def forget_tenant(self, tenant: int) -> None:
+        """Charge no tenant for a tenant's blocks, because its index will be reused."""
+        if tenant not in self.usage:
+            return
+        for node_id, node in self.nodes.items():
+            if node.owner == tenant and node.block != NO_HOST_BLOCK:
+                if self._lru.has(node_id, tenant):
+                    self._lru.discard(node_id, tenant)
+                    self._lru.add(node_id, 0)
+                self._charge(node, 0)
+
+    def use(self, node_id: int) -> None:
+        """Make an entry the most recently used one, if no copy uses it."""
+        owner = self.nodes[node_id].owner
+        if self._lru.has(node_id, owner):
+            self._lru.add(node_id, owner)
+
+    def written(self, node_id: int) -> None:
+        """Record that the copy into a node's block was acknowledged: it can be hit from now on."""
+        self.filled(node_id)
+        self.saved_total += 1
+
+    def filled(self, node_id: int) -> None:
+        """Record that a node's block has its content, wherever that came from."""
+        node = self.nodes[node_id]
+        assert node.block != NO_HOST_BLOCK and not node.written
+        node.written = True
+        self._lru.add(node_id, node.owner)
+
+    def hold(self, node_id: int) -> None:
+        """Add a reader, which keeps the entry."""
+        node = self.nodes[node_id]
+        assert node.written, "a block is read before its copy was acknowledged"
+        node.readers += 1
+        self._lru.discard(node_id, node.owner)
+
+    def release(self, node_id: int) -> None:
+        """Remove a reader; the last one of a damaged entry takes it along."""
+        node = self.nodes[node_id]
+        assert node.readers > 0
+        node.readers -= 1
+        if node.readers:
+            return
+        if node.damaged:
+            self.drop(node_id)
+        else:
+            self._lru.add(node_id, node.owner)
+
+    def damage(self, node_id: int) -> None:
+        """Record that a read, which still holds the entry, did not find its content: it is no hit any more."""
+        node = self.nodes[node_id]
+        assert node.readers > 0, "an entry is damaged without a read"
+        node.damaged = True
+
+    def drop(self, node_id: int, quarantine: bool = False) -> None:
+        """Remove a node's entry, and free its block.
+
+        Args:
+            node_id: The node.
+            quarantine: A lost worker may still write the block.
+        """
+        node = self.nodes[node_id]
+        self._lru.discard(node_id, node.owner)
+        self._charge(node, 0)
+        (self._quarantine if quarantine else self._free).append(node.block)
+        node.block, node.written, node.readers, node.damaged = NO_HOST_BLOCK, False, 0, False
+        self.prune(node_id)
+
+    def attach(self, epoch: int) -> None:
+        """A worker has locked and mapped the file, so no earlier one can write it any more."""
+        assert not self.epoch, "two workers have the same file"
+        self.epoch = epoch
+        self._free.extend(self._quarantine)
+        self._quarantine.clear()
+
+    # ---------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """Check that the books agree."""
+        owners = Counter(node.owner for node in self.nodes.values() if node.block != NO_HOST_BLOCK and node.owner)
+        assert self.usage == owners, "host blocks that tenants are charged for"
+        if self._tenants is not None:
+            ceilings = self._tenants.host_ceiling
+            assert all(blocks <= ceilings[tenant] for tenant, blocks in self.usage.items()), (
+                "a tenant above its ceiling"
+            )
+        placed = [node.block for node in self.nodes.values() if node.block != NO_HOST_BLOCK]
+        everywhere = sorted([*placed, *self._free, *self._quarantine])
+        assert everywhere == list(range(self.total)), "a host block is lost, or at two places"
+        for node_id, node in self.nodes.items():
+            assert self._by_value[node.value] == node_id, "a hash names another node"
+            assert node.parent < 0 or node.parent in self.nodes, "a node outlives its parent"
+            assert node.block != NO_HOST_BLOCK or node.children, "a node without block or children is kept"
+            assert not node.written or node.block != NO_HOST_BLOCK, "an entry without a block"
+            assert not node.damaged or node.readers, "a damaged entry is kept"
+            assert self._lru.has(node_id, node.owner) == (node.written and not node.readers), (
+                "entries that can be evicted"
+            )
+        assert len(self._by_value) == len(self.nodes) <= self._nodes_max, "hashes of nodes"
+        parents = [node.parent for node in self.nodes.values() if node.parent > 0]
+        assert len(parents) == sum(node.children for node in self.nodes.values()), "children of nodes"
+
+
+class HostTiers:
+    """The tiers of all files that workers have announced, also of those that no worker has mapped now.
+
+    Attributes:
+        tiers: By identity, those that were mapped last at the end.
+    """
+
+    def __init__(self, tiers_max: int, ancestors_max: int, tenants: Tenants | None = None) -> None:
+        self._tiers_max, self._ancestors_max, self._tenants = tiers_max, ancestors_max, tenants
+        self.tiers: dict[str, HostTier] = {}
+
+    def is_mapped(self, identity: str) -> bool:
+        """Return whether a worker that is registered has the file mapped."""
+        tier = self.tiers.get(identity)
+        return tier is not None and tier.epoch > 0
+
+    def attach(self, identity: str, total: int, epoch: int) -> HostTier:
+        """Return the books of a file that a worker announces: those of an earlier worker, or new ones."""
+        tier = self.tiers.pop(identity, None)
+        if tier is None or tier.total != total:
+            tier = self.new(identity, total)
+        self.tiers[identity] = tier
+        tier.attach(epoch)
+        unmapped = [known for known, each in self.tiers.items() if not each.epoch]
+        for known in unmapped[: max(0, len(self.tiers) - self._tiers_max)]:
+            del self.tiers[known]
+        return tier
+
+    def new(self, identity: str, total: int) -> HostTier:
+        """Return empty books of a file."""
+        return HostTier(identity, total, 4 * total + self._ancestors_max, self._tenants)
+
+    def check_invariants(self) -> None:
+        """Check the books of each file."""
+        for tier in self.tiers.values():
+            tier.check_invariants()

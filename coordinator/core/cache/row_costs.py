@@ -1,0 +1,60 @@
+"""What steps without prompt tokens cost by their rows, with drafts and without.
+
+The worker says how long each step took; a line is fitted to these times. A step with drafts is in flight alone: the
+device waits for its result to reach the coordinator, and for the next step. That way is measured apart, as what the
+time between two results has more than the step.
+"""
+
+from __future__ import annotations
+
+from .costs import DURATION_US_MAX, UNIT, StepCosts
+
+WAY_STEPS = 8  # the averaging window of ways
+UNKNOWN = -1
+
+
+class RowCosts:
+    """The costs of a group, in units of 1/UNIT microseconds.
+
+    Attributes:
+        line: Times of steps by their rows, each draft a row.
+        plain_way, drafted_way: What the time between results has more, of steps without and with drafts; or UNKNOWN.
+    """
+
+    def __init__(self) -> None:
+        self.line = StepCosts()
+        self.plain_way = self.drafted_way = UNKNOWN
+
+    def add(self, rows: int, drafts: int, duration_us: int, elapsed_us: int) -> None:
+        """Add a step.
+
+        Args:
+            rows: Its rows.
+            drafts: Its drafts.
+            duration_us: What the worker took.
+            elapsed_us: The time from the result before, or from the step itself if that is later, to its result.
+        """
+        self.line.add(rows + drafts, duration_us)
+        way = UNIT * max(0, min(elapsed_us, DURATION_US_MAX) - duration_us)
+        if drafts:
+            self.drafted_way = _averaged(self.drafted_way, way)
+        else:
+            self.plain_way = _averaged(self.plain_way, way)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether steps of both kinds were measured."""
+        return self.plain_way != UNKNOWN and self.drafted_way != UNKNOWN
+
+    @property
+    def has_times(self) -> bool:
+        """Whether steps take a time that the worker measures."""
+        return self.line.fixed + self.line.token >= UNIT
+
+    def of(self, rows: int, drafts: int = 0) -> int:
+        """Return the cost of a step."""
+        return max(1, self.line.of(rows + drafts) + (self.drafted_way if drafts else self.plain_way))
+
+
+def _averaged(way: int, new: int) -> int:
+    return new if way == UNKNOWN else way + (new - way) // WAY_STEPS

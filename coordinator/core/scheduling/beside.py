@@ -1,0 +1,109 @@
+"""What requests of batches, which have the lowest priority, get of a step beside others.
+
+A step with prompt tokens takes longer for each decode in it, up to twice as long on a GPU. Prompts of batches therefore
+wait for steps without others, and get a tenth of the time where others leave them no such step for long.
+
+| the step has | decodes of batches | prompt tokens of batches |
+|---|---|---|
+| prompts of others | up to 1 / 32 of these tokens, with those of others | none, but in every sixteenth step |
+| decodes of others | all | none |
+| decodes of others, for 1,024 steps | all; every third step none | every third step takes a third longer |
+| none of others, for a while after them | all | the step takes a third longer than one without |
+| none of others | all | all |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache.groups import Group
+from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.sequences import Slots
+from .rows import RunningRows
+
+CHUNK_TOKENS_MIN = 16
+LOWER_SHARE = 16  # prompts of lower priority keep this part of a step's prefill tokens: 1 / LOWER_SHARE
+DECODES_SHARE = 32  # beside others' prompts, decodes are at most 1 / DECODES_SHARE of their tokens, or one of a batch
+STRETCHED_PERCENT = 33  # how much longer a step takes for prompts of batches
+STRETCHED_EVERY = 3  # beside decodes of others, one step of so many is stretched: by a tenth on average
+WITHOUT_STEPS = 1024  # so many steps prompts of batches wait for one without others
+INTERACTIVE_US = 30_000_000  # how long after other requests batches leave room for the next one
+
+
+class BatchRoom:
+    """Decides what batches get of a step."""
+
+    def __init__(self, cache: KVCacheManager, rows: RunningRows) -> None:
+        self._cache, self._rows = cache, rows
+
+    def awaits_others(self, group: Group) -> bool:
+        """Return whether batches alone run and other requests are likely to come: one ended lately."""
+        if not self._was_interactive(group):
+            return False
+        s = self._cache.sequences
+        return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
+
+    def decodes(self, group: Group, decodes: Slots, prompts: Slots, tokens: int) -> Slots:
+        """Return the rows that decode in a step with prompts: the oldest ones of batches, as far as they have room.
+
+        Args:
+            group: The group.
+            decodes: Rows that could decode, [n].
+            prompts: Rows with prompt tokens, [m].
+            tokens: The most tokens of a step.
+        """
+        mine = self._rows.batch[decodes]
+        if not np.count_nonzero(mine):
+            return decodes
+        waiting = prompts[~self._rows.batch[prompts]]
+        if waiting.size:
+            s = self._cache.sequences
+            left = s.length[waiting] + s.pending[waiting] - s.scheduled[waiting]
+            most = max(1, min(int(left.sum()), tokens) // DECODES_SHARE - int(np.count_nonzero(~mine)))
+        elif mine.all() or not self._is_stretched(group):
+            return decodes
+        else:
+            most = 0
+        batches = decodes[mine]
+        oldest = batches[np.argsort(self._rows.order[batches], kind="stable")][:most]
+        return np.sort(np.concatenate((decodes[~mine], oldest)))
+
+    def prompt_tokens(self, group: Group, decodes: Slots, others: int, budget: int) -> int:
+        """Return how many of a step's prompt tokens batches may have. A step without others is recorded.
+
+        Args:
+            group: The group.
+            decodes: The rows that decode in the step, [n].
+            others: Prompt tokens of others in the step.
+            budget: Prompt tokens of the step.
+        """
+        if others:
+            room = self.kept(group, budget)
+        elif np.count_nonzero(~self._rows.batch[decodes]):
+            room = self._stretched(group, budget) if self._is_stretched(group) else 0
+        else:
+            group.batch_step = group.next_step
+            room = self._stretched(group, budget) if self._was_interactive(group) else budget
+        return min(budget - others, max(room, group.prompt_chunk)) if room else 0
+
+    def kept(self, group: Group, budget: int) -> int:
+        """Return how many prompt tokens of a step others leave to batches: in every sixteenth step a sixteenth."""
+        return lower_share(budget) if group.next_step % LOWER_SHARE == 0 else 0
+
+    def _is_stretched(self, group: Group) -> bool:
+        """Return whether the next step may be longer for prompts of batches, beside decodes of others."""
+        return group.next_step - group.batch_step >= WITHOUT_STEPS and group.next_step % STRETCHED_EVERY == 0
+
+    def _stretched(self, group: Group, budget: int) -> int:
+        """Return the tokens of a longer step: a power of two, since captured graphs have such sizes."""
+        chunk = group.costs.stretched(STRETCHED_PERCENT)
+        return max(CHUNK_TOKENS_MIN, 1 << (chunk.bit_length() - 1)) if chunk else budget
+
+    def _was_interactive(self, group: Group) -> bool:
+        """Return whether requests that were none of a batch ended lately, so that more are likely to come."""
+        return group.interactive_us >= 0 and self._cache.clock.now_us - group.interactive_us < INTERACTIVE_US
+
+
+def lower_share(budget: int) -> int:
+    """Return how many of a step's prompt tokens rows of lower priority keep; 0 of a single one."""
+    return -(-budget // LOWER_SHARE) if budget > 1 else 0

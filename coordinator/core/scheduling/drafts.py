@@ -1,0 +1,215 @@
+"""Drafts: what workers propose, what steps verify, and what a request learns.
+
+A worker proposes the next tokens of a row with each result. While proposals wait, and while a step that verifies some
+is in flight, the group has one step in flight: the next one is planned from results alone, with all rows. Rows that no
+proposal concerns lose nothing but the overlap of two steps.
+
+A row with k drafts computes 1 + k tokens, at most to the end of the blocks that a row of one token would hold: drafts
+reserve no block and give none back. Its result has 1 to 1 + k tokens. What is computed then ends at the last token,
+so that the KV of a rejected draft is never indexed, and a later step overwrites it.
+
+Each request has its own number of drafts. Acceptance of all doubles it, and a rejection sets it to one more than was
+accepted. Where none was accepted, the request ignores proposals for a number of tokens that doubles each time. Within
+these bounds a step has as many drafts as pay (`draft_choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import ProtocolError
+from kvforge.protocol.messages import SamplingParams, StepResult
+from kvforge.protocol.salts import tenant_salt
+
+from ..cache.groups import Group, SentStep
+from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.sequences import Slots, generated
+from ..requests.request import Request
+from ..requests.table import RequestTable
+from ..sizes import DRAFT_HISTORY_TOKENS
+from . import draft_choice
+from .rows import RunningRows
+
+ChosenDrafts = Mapping[int, tuple[int, ...]]  # by slot
+NO_DRAFTS: ChosenDrafts = {}
+PAUSE_TOKENS_MAX = 256
+
+
+class Drafts:
+    """Keeps the proposals of workers, and chooses the drafts of steps."""
+
+    def __init__(self, cache: KVCacheManager, requests: RequestTable, rows: RunningRows) -> None:
+        self._cache, self._requests, self._rows = cache, requests, rows
+        limits = cache.limits.schedule
+        self._most, self._step_tokens_max = limits.drafts_max, limits.step_tokens_max
+        self._rows_max = min(
+            limits.draft_rows_max, limits.step_rows_max, limits.step_tokens_max, cache.limits.bounds.sequences_max
+        )
+
+    def check(self, group: Group, result: StepResult) -> None:
+        """Check the proposals of a result.
+
+        Raises:
+            ProtocolError: They are malformed, or of rows that have no token in the result.
+        """
+        slots, counts, tokens = result.draft_slots, result.draft_counts, result.draft_tokens
+        if slots.size != counts.size or int(counts.sum()) != tokens.size:
+            raise ProtocolError("step_result: draft_slots, draft_counts and draft_tokens differ in length")
+        if counts.size and not 1 <= int(counts.min()) <= int(counts.max()) <= group.drafts:
+            raise ProtocolError(f"step_result: draft_counts must be 1 to the announced drafts = {group.drafts}")
+        if np.unique(slots).size != slots.size or not np.isin(slots, result.slots).all():
+            raise ProtocolError("step_result: draft_slots must be distinct rows with a token in this result")
+        if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
+            raise ProtocolError(f"step_result: a draft outside the vocabulary of {group.model.vocab_size}")
+
+    def take(self, group: Group, sent: SentStep, result: StepResult) -> None:
+        """Keep the proposals of a result for rows that still run; older ones of its rows are void."""
+        if group.proposals:
+            for slot in sent.sampled.tolist():
+                group.proposals.pop(slot, None)
+        if not result.draft_slots.size or self._room(group) < 1 or group.next_step < group.drafts_from:
+            return
+        s, tokens = self._cache.sequences, result.draft_tokens.tolist()
+        runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
+        end = 0
+        for slot, count in zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True):
+            first, end = end, end + count
+            if self._rows.run[slot] != runs[slot] or not s.running[slot]:
+                continue
+            kept = min(count, self._wanted(group, slot))
+            if kept > 0:
+                group.proposals[slot] = tuple(tokens[first : first + kept])
+                group.steady = None
+
+    def most(self, group: Group) -> int:
+        """Return how many tokens the group's worker may propose for a row; 0: none."""
+        return min(group.drafts, self._most)
+
+    def shared(self, slot: int) -> int:
+        """Return the number of a row's tenant and salt: rows with the same one may be drafted from each other.
+
+        Args:
+            slot: The slot of the row.
+
+        Returns:
+            0 if no row may be drafted from others.
+        """
+        if not self._cache.limits.schedule.drafts_shared:
+            return 0
+        s = self._cache.sequences
+        tenant = self._cache.tenants.names[int(s.tenant[slot])]
+        return self._cache.hasher.salt(tenant_salt(tenant, str(int(s.salt[slot]))))
+
+    def _room(self, group: Group) -> int:
+        """Return how many rows of a step are left for drafts if all rows of the group take part."""
+        return self._rows_max - group.running if self._most else 0
+
+    def _wanted(self, group: Group, slot: int) -> int:
+        """Return how many drafts of a row may be verified next; 0 or less for none."""
+        s = self._cache.sequences
+        request, length = self._requests.live[int(s.request[slot])], int(s.length[slot])
+        if length < request.drafts_from:
+            return 0
+        most = min(self.most(group), request.draft_size or self._most)
+        return min(most, int(self._rows.limit[slot]) - length - int(s.pending[slot]) - 1)
+
+    def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
+        """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
+
+        Args:
+            group: The group.
+            decodes: Rows with room for one more token, [n].
+            prefilling: The step may have prompt tokens too, and at least half of what decodes leave is theirs.
+        """
+        s, wanted, chances = self._cache.sequences, dict[int, int](), dict[int, int]()
+        proposed = [slot for slot in decodes.tolist() if slot in group.proposals]
+        room = self._room(group)
+        if prefilling:
+            room = min(room, (self._step_tokens_max - decodes.size) // 2)
+        for slot in proposed:
+            assert not s.pending[slot], "a row with drafts awaits a token"
+            length = int(s.length[slot])
+            inside = int(s.used[slot]) * s.block_size - length - 1
+            count = min(room // len(proposed), inside, self._wanted(group, slot), len(group.proposals[slot]))
+            if count > 0:
+                wanted[slot], chances[slot] = count, self._requests.live[int(s.request[slot])].draft_chance
+        counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
+        chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items()}
+        group.proposals.clear()
+        return chosen
+
+    def learn(self, group: Group, request: Request, length: int, drafted: int, accepted: int) -> None:
+        """Adapt a request's number of drafts to a result.
+
+        Args:
+            group: The group.
+            request: The request.
+            length: The length of its sequence after the result.
+            drafted: How many drafts were verified.
+            accepted: How many became tokens.
+        """
+        request.drafted_tokens += drafted
+        request.accepted_tokens += accepted
+        self._requests.drafts_total += 1
+        self._requests.drafted_tokens_total += drafted
+        self._requests.accepted_drafts_total += accepted
+        group.drafted_total += drafted
+        group.accepted_total += accepted
+        request.draft_chance = draft_choice.learned(request.draft_chance, drafted, accepted)
+        if accepted == drafted:
+            request.draft_size = min(2 * max(request.draft_size, drafted), self._most or drafted)
+        else:
+            request.draft_size = accepted + 1
+        if accepted:
+            request.draft_pause = 0
+        else:
+            request.draft_pause = min(2 * request.draft_pause or 1, PAUSE_TOKENS_MAX)
+            request.drafts_from = length + request.draft_pause
+
+
+def history_sizes(sampling: SamplingParams, prompt: int, answer: int, drafts: int) -> tuple[int, int]:
+    """Return how many tokens a worker gets of the ends of a prompt and of an answer when a row begins.
+
+    Args:
+        sampling: The sampling parameters: penalties and grammars need a part, whole.
+        prompt: Tokens of the prompt.
+        answer: Tokens of the answer.
+        drafts: The most tokens that the worker may propose for the row.
+    """
+    of_prompt = prompt if sampling.repetition_penalty != 1.0 else 0
+    of_answer = answer if sampling.counts_answer else 0
+    if drafts:
+        of_prompt = max(of_prompt, min(prompt, DRAFT_HISTORY_TOKENS))
+        of_answer = max(of_answer, min(answer, DRAFT_HISTORY_TOKENS))
+    return of_prompt, of_answer
+
+
+def ordered(decodes: Slots, drafts: ChosenDrafts) -> tuple[Slots, Slots]:
+    """Return rows of a step, those with drafts last, and how many tokens each has: [n] each."""
+    counts = 1 + draft_counts(decodes, drafts)
+    order = np.argsort(counts > 1, kind="stable")
+    return decodes[order], counts[order]
+
+
+def draft_counts(slots: Slots, drafts: ChosenDrafts) -> Slots:
+    """Return how many drafts each of [n] rows has."""
+    return np.array([len(drafts.get(slot, ())) for slot in slots.tolist()], np.int64)
+
+
+def place(tokens: npt.NDArray[np.int32], slots: Slots, counts: Slots, drafts: ChosenDrafts, marked: bool) -> None:
+    """Write drafts into the input tokens of a step, in which each row's tokens are followed by room for them.
+
+    Args:
+        tokens: Input tokens, [sum(counts)].
+        slots: The rows, [n].
+        counts: Their tokens with drafts, [n].
+        drafts: The drafts by slot.
+        marked: Generated tokens have GENERATED added.
+    """
+    for slot, end in zip(slots.tolist(), np.cumsum(counts).tolist(), strict=True):
+        if (own := drafts.get(slot)) is not None:
+            values = np.array(own, np.int32)
+            tokens[end - len(own) : end] = generated(values) if marked else values

@@ -1,0 +1,96 @@
+"""Results of steps with drafts: the first token of each row, as of any row, and the accepted tokens behind it."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import ProtocolError
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, StepResult
+
+from ..cache.groups import SentStep
+from ..cache.sequences import NO_SLOTS, Slots, unmarked
+from ..requests.top_logprobs import TopLogprobs
+
+
+class FurtherTokens(msgspec.Struct, frozen=True, eq=False):
+    """The tokens of a result behind the first of each row: [n] each, in the order of their positions in each row.
+
+    Attributes:
+        slots: The slot of each.
+        places: Its place among the tokens of its row, from 1.
+        tops: Top log-probabilities; None if no row has any.
+    """
+
+    slots: Slots
+    places: Slots
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    tops: TopLogprobs | None
+
+    def at(self, place: int, rows: Slots) -> FurtherTokens:
+        """Return those at one place of their rows, of the given rows."""
+        picked = np.flatnonzero((self.places == place) & np.isin(self.slots, rows))
+        tops = None if self.tops is None else self.tops.pick(picked)
+        return FurtherTokens(self.slots[picked], self.places[picked], self.tokens[picked], self.logprobs[picked], tops)
+
+
+NOTHING_FURTHER = FurtherTokens(NO_SLOTS, NO_SLOTS, NO_INT32, NO_FLOAT32, None)
+
+
+def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResult, FurtherTokens]:
+    """Split a result into that of a step without drafts, and the tokens that follow the first of a row.
+
+    Raises:
+        ProtocolError: The result does not fit the drafts of the step.
+    """
+    slots, tokens = result.slots, result.tokens
+    if not slots.size == tokens.size == result.logprobs.size:
+        raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
+    tops = None
+    if result.top_counts.size or result.top_tokens.size or result.top_logprobs.size:
+        tops = TopLogprobs(result.top_counts, result.top_tokens, result.top_logprobs)
+        tops.check(slots.size, vocabulary)
+    first = np.flatnonzero(np.diff(slots, prepend=-1))
+    sizes = np.diff(first, append=slots.size)
+    drafts = _drafts(sent)
+    if np.unique(slots[first]).size != first.size:
+        raise ProtocolError("step_result: the tokens of a row are not together")
+    for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
+        own = drafts.get(int(slots[start]), NO_INT32)
+        if size > own.size + 1:
+            raise ProtocolError(f"step_result: {size} tokens for a row with {own.size} drafts")
+        if tokens[start : start + size - 1].tolist() != own[: size - 1].tolist():
+            raise ProtocolError("step_result: a token is not the draft that another one follows")
+    if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
+        raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
+    places = np.arange(slots.size) - np.repeat(first, sizes)
+    rest = np.flatnonzero(places)
+    further = FurtherTokens(
+        slots[rest].astype(np.int64),
+        places[rest],
+        tokens[rest],
+        result.logprobs[rest],
+        None if tops is None else tops.pick(rest),
+    )
+    kept = TopLogprobs(NO_INT32, NO_INT32, NO_FLOAT32) if tops is None else tops.pick(first)
+    head = msgspec.structs.replace(
+        result,
+        slots=slots[first],
+        tokens=tokens[first],
+        logprobs=result.logprobs[first],
+        top_counts=kept.counts,
+        top_tokens=kept.tokens,
+        top_logprobs=kept.logprobs,
+    )
+    return head, further
+
+
+def _drafts(sent: SentStep) -> dict[int, npt.NDArray[np.int32]]:
+    """Return the drafts of a step by slot."""
+    step, ends = sent.message, np.cumsum(sent.counts)
+    return {
+        int(sent.slots[row]): unmarked(step.tokens[int(ends[row]) - int(step.drafts[row]) : int(ends[row])])
+        for row in np.flatnonzero(step.drafts).tolist()
+    }

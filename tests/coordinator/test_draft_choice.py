@@ -1,0 +1,184 @@
+"""How many drafts a step verifies: as many as pay, by what steps took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvforge.coordinator.core.cache.costs import UNIT
+from kvforge.coordinator.core.cache.row_costs import RowCosts
+from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, best, chances_of, choose, learned
+from kvforge.protocol.messages import StepResult
+from tests.coordinator.driver import Driver, FakeWorker, continuation
+from tests.coordinator.test_drafts import Drafter, drafted
+
+STEP_US, TOKENS = 1000, 200
+
+
+def costs(row_us: int, way_us: int = 0) -> RowCosts:
+    """Return costs as measured of steps of 1 to 16 rows, the larger ones with drafts."""
+    found = RowCosts()
+    for rows in (1, 16, 4, 8, 2, 16, 1):
+        took_us = STEP_US + row_us * rows
+        found.add(1, rows - 1, took_us, took_us + way_us * (rows > 1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chance", "results", "expected"),
+    [
+        (512, [(4, 4)] * 30, range(960, CERTAIN + 1)),
+        (512, [(4, 0)] * 30, range(33)),
+        (512, [(1, 1), (1, 0)] * 60, range(440, 580)),
+        (900, [(8, 3)] * 60, range(740, 790)),  # three accepted of four that were tried
+    ],
+)
+def test_a_chance_follows_what_was_accepted(chance: int, results: list[tuple[int, int]], expected: range) -> None:
+    for number, accepted in results:
+        chance = learned(chance, number, accepted)
+    assert chance in expected
+
+
+def test_each_draft_needs_those_before_it() -> None:
+    assert chances_of(CERTAIN // 2, 4) == [512, 256, 128, 64]
+    assert chances_of(CERTAIN, 3) == [CERTAIN] * 3
+
+
+@pytest.mark.parametrize(
+    ("row_us", "way_us", "chance", "count"),
+    [
+        (0, 0, 900, 8),  # rows that cost nothing: all
+        (10, 0, 900, 8),
+        (100, 0, 512, 2),  # 1.75 tokens in 1,300 us; 1.875 in 1,400 are fewer in a second
+        (10, 500, 512, 6),
+        (10, 1500, 512, 0),  # the way of the result costs more than all drafts gain
+        (50_000, 0, 900, 0),  # each row costs as much as the first
+        (30_000, 0, 1000, 0),  # a gain of less than a sixteenth
+    ],
+)
+def test_as_many_drafts_as_pay(row_us: int, way_us: int, chance: int, count: int) -> None:
+    assert best(costs(row_us, way_us), 1, chances_of(chance, 8)) == count
+
+
+def test_a_cost_is_that_of_all_rows_and_of_the_way_of_a_result_with_drafts() -> None:
+    found = costs(100, 500)
+    assert found.of(12) == pytest.approx(UNIT * 2200, rel=0.03)
+    assert found.of(4, 8) == pytest.approx(UNIT * 2700, rel=0.03)
+
+
+def test_costs_are_known_once_both_kinds_of_steps_were_measured() -> None:
+    found = RowCosts()
+    assert not found.is_known and not found.has_times
+    found.add(4, 0, 1000, 1000)
+    assert not found.is_known and found.has_times
+    found.add(4, 2, 1000, 1500)
+    assert found.is_known
+
+
+@pytest.mark.parametrize(("step", "drafts_from", "count"), [(63, 0, 0), (64, 0, 0), (63, 48, 1), (64, 48, 1)])
+def test_a_trial_comes_before_the_step_of_32_without_drafts(step: int, drafts_from: int, count: int) -> None:
+    (group,) = timed(8, 50_000, 0, 1.0)[0].machine.cache.groups.values()
+    group.row_costs, group.last_step, group.drafts_from, group.draft_wait = costs(50_000), step - 1, drafts_from, 16
+    assert sum(choose(group, 1, {0: 8}, {0: 900}).values()) == count
+
+
+class TimedDrafter(Drafter):
+    """A worker with steps of a fixed time and a time for each row. Some of its drafts are wrong."""
+
+    row_us, right = 0, 1.0
+
+    def propose(self, slot: int, context: int) -> list[int]:
+        self.wrong = -1 if context % 1000 < 1000 * self.right else context % 3
+        return super().propose(slot, context)
+
+    def execute(self, step: Any) -> StepResult:
+        """Execute a step, and report what it takes."""
+        result = super().execute(step)
+        fields = {name: getattr(result, name) for name in result.__struct_fields__ if name != "duration_us"}
+        return StepResult(**fields, duration_us=STEP_US + self.row_us * int(step.counts.sum()))
+
+
+class TimedDriver(Driver):
+    """A driver with such workers. Its clock moves by each step, and by the way of a result that the next waits for."""
+
+    worker_type = TimedDrafter
+    way_us = 0
+
+    def report(self, worker: FakeWorker, result: Any) -> Any:
+        """Deliver a result after its time."""
+        group = next(iter(self.machine.cache.groups.values()))
+        self.advance(result.duration_us + (self.way_us if len(group.sent) < 2 else 0))
+        return super().report(worker, result)
+
+
+def timed(drafts: int, row_us: int, way_us: int, right: float) -> tuple[TimedDriver, TimedDrafter]:
+    """Return a driver and its worker."""
+    driver = TimedDriver(
+        drafts_max=drafts,
+        step_rows_max=32,
+        block_size=8,
+        blocks_max=2048,
+        blocks_per_sequence_max=64,
+        steps_in_flight_max=2,
+    )
+    driver.way_us = way_us
+    worker = driver.add_worker(2048)
+    assert isinstance(worker, TimedDrafter)
+    worker.row_us, worker.right = row_us, right
+    return driver, worker
+
+
+def time_us(drafts: int, rows: int, row_us: int, way_us: int, right: float) -> tuple[int, int]:
+    """Return how long requests take, and the steps with drafts."""
+    driver, worker = timed(drafts, row_us, way_us, right)
+    prompts = [[10 + row, 2, 3, 4] for row in range(rows)]
+    first = driver.now_us
+    requests = [driver.submit(prompt, TOKENS) for prompt in prompts]
+    driver.run_until_idle()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answer_of(request) == continuation(prompt, TOKENS)
+    return driver.now_us - first, sum(count > 0 for count in drafted(worker))
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_us", "way_us", "right"),
+    [
+        (2, 5, 400, 0.0),
+        (1, 5, 3000, 0.6),
+        (2, 200, 400, 0.6),
+        (2, 1000, 0, 0.6),
+        (1, 1000, 400, 0.3),
+        (2, 50_000, 400, 1.0),
+    ],
+)
+def test_drafts_cost_at_most_a_fiftieth(rows: int, row_us: int, way_us: int, right: float) -> None:
+    without, _ = time_us(0, rows, row_us, way_us, right)
+    took, _ = time_us(8, rows, row_us, way_us, right)
+    assert without / took >= 0.98
+
+
+def test_where_rows_are_cheap_drafts_make_it_three_times_as_fast() -> None:
+    without, _ = time_us(0, 1, 5, 400, 1.0)
+    took, _ = time_us(8, 1, 5, 400, 1.0)
+    assert without / took >= 3
+
+
+def test_one_step_of_32_has_no_drafts_and_tells_what_such_a_step_takes() -> None:
+    """Rows become dear while drafts pay: that is seen at the next step without drafts."""
+    driver, worker = timed(8, 5, 0, 1.0)
+    driver.submit([10, 2, 3, 4], 400)
+    while len(worker.steps) < 40:
+        driver.step()
+    (without,) = [step for step in worker.steps if step.step_id == 32]
+    assert not without.drafts.size
+    assert all(step.drafts.size for step in worker.steps if 33 < step.step_id < 40)
+    worker.row_us = 50_000
+    driver.run_until_idle()
+    after = [step.step_id for step in worker.steps if step.step_id > 66 and step.drafts.size]
+    assert len(after) <= 6 and len(worker.steps) > 100
+
+
+def test_where_rows_are_dear_drafts_are_tried_ever_more_rarely() -> None:
+    _, steps = time_us(8, 2, 50_000, 400, 1.0)
+    assert 2 <= steps <= 8, "the first, and after 16, 32 and 64 steps without"

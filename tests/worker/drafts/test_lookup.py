@@ -1,0 +1,196 @@
+"""Drafts by lookup equal a search through the whole history, in bounded memory."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvforge.protocol.messages import NO_INT32, Int32Array
+from kvforge.worker.drafts import history as histories
+from kvforge.worker.drafts import recent
+from kvforge.worker.drafts.drafter import Proposals
+from kvforge.worker.drafts.history import FIRST_TOKENS, LENGTHS
+from kvforge.worker.drafts.lookup import HISTORY_MIN, HOST_BYTES_MAX, LookupDrafter
+from kvforge.worker.drafts.recent import RECENT_BYTES_MAX, SEARCHED_MAX
+
+MOST = 6
+
+
+def i4(tokens: list[int]) -> Int32Array:
+    return np.array(tokens, np.int32)
+
+
+def searched(history: list[int], most: int) -> list[int]:
+    """Return what followed the last tokens, found by looking at every place of the history from its end."""
+    for length in LENGTHS:
+        run = history[-length:]
+        for place in range(len(history) - 1, length - 1, -1):
+            if len(run) == length and history[place - length : place] == run:
+                extended = list(history)
+                for index in range(most):
+                    extended.append(extended[place + index])
+                return extended[len(history) :]
+    return []
+
+
+def by_slot(proposals: Proposals) -> dict[int, list[int]]:
+    assert {array.dtype for array in (proposals.slots, proposals.counts, proposals.tokens)} == {np.dtype(np.int32)}
+    parts = np.split(proposals.tokens, np.cumsum(proposals.counts)[:-1]) if len(proposals.slots) else []
+    return {slot: part.tolist() for slot, part in zip(proposals.slots.tolist(), parts, strict=True)}
+
+
+def proposed(drafter: LookupDrafter, slot: int, most: int = MOST) -> list[int]:
+    """Return the first `most` tokens that are proposed; fewer than MOST are never proposed."""
+    found = by_slot(drafter.propose([slot])).get(slot, [])
+    assert len(found) in (0, MOST)
+    return found[:most]
+
+
+@pytest.mark.parametrize("alphabet", [2, 5, 40, 100_000])
+@pytest.mark.parametrize("begun", [0, 1, 2, 3, FIRST_TOKENS - 1, FIRST_TOKENS, FIRST_TOKENS + 1])
+def test_proposals_equal_a_search_through_the_history(alphabet: int, begun: int) -> None:
+    random, drafter = Random(alphabet * 1000 + begun), LookupDrafter(2)
+    words = [[random.randrange(alphabet) for _ in range(random.randint(1, 6))] for _ in range(8)]
+    history = [random.randrange(alphabet) for _ in range(begun)]
+    drafter.begin(1, i4(history[: begun // 2]), i4(history[begun // 2 :]), MOST)
+    found = 0
+    for _ in range(150):
+        more = random.choice(words) if random.random() < 0.8 else [random.randrange(alphabet)]
+        drafter.append(1, more)
+        history += more
+        expected = searched(history, MOST)
+        assert proposed(drafter, 1) == expected
+        found += bool(expected)
+    assert found > 20
+
+
+def test_the_longer_run_and_then_the_later_place_count() -> None:
+    drafter = LookupDrafter(1)
+    drafter.begin(0, i4([7, 8, 9, 1, 5, 8, 9, 2, 7, 8, 9]), NO_INT32, MOST)
+    assert proposed(drafter, 0, 2) == [1, 5]  # three tokens, though two of them occur later
+    drafter.begin(0, i4([7, 8, 9, 1, 7, 8, 9, 2, 7, 8, 9]), NO_INT32, MOST)
+    assert proposed(drafter, 0, 2) == [2, 7]
+
+
+def test_a_run_that_repeats_is_drafted_to_its_full_length() -> None:
+    drafter = LookupDrafter(1)
+    drafter.begin(0, i4([3, 4, 3, 4, 3, 4]), NO_INT32, MOST)
+    assert proposed(drafter, 0, 5) == [3, 4, 3, 4, 3]
+
+
+def test_slots_are_apart_and_a_new_request_forgets_the_one_before() -> None:
+    drafter = LookupDrafter(4)
+    drafter.begin(0, i4([1, 2, 3, 1, 2]), NO_INT32, MOST)
+    drafter.begin(3, i4([1, 2, 9, 1, 2]), NO_INT32, MOST)
+    drafter.begin(2, i4([1, 2, 4, 5, 6]), NO_INT32, MOST)
+    assert by_slot(drafter.propose([3, 2, 1, 0])) == {
+        3: [9, 1, 2, 9, 1, 2],
+        0: [3, 1, 2, 3, 1, 2],
+    }  # slot 1 has never begun
+    drafter.begin(0, i4([5]), i4([1, 2]), MOST)
+    assert proposed(drafter, 0, 1) == []
+    drafter.append(1, [1, 2, 1, 2])
+    assert proposed(drafter, 1, 1) == []
+    drafter.begin(3, i4([1, 2, 9, 1, 2]), NO_INT32, 0)
+    assert proposed(drafter, 3) == []  # its request wants no drafts
+    drafter.begin(3, i4([1, 2, 9, 1, 2]), NO_INT32, 2)
+    assert by_slot(drafter.propose([3])) == {3: [9, 1]}
+    drafter.forget()
+    assert by_slot(drafter.propose([0, 2, 3])) == {}
+
+
+def test_forks_go_on_by_themselves() -> None:
+    drafter, prompt = LookupDrafter(2), i4([1, 2, 3, 4, 1, 2])
+    drafter.begin(0, prompt, i4([8]), MOST)
+    drafter.begin(1, prompt, i4([8]), MOST)
+    drafter.append(0, [5, 1, 2])
+    drafter.append(1, [6, 1, 2])
+    assert (proposed(drafter, 0, 2), proposed(drafter, 1, 2)) == ([8, 5], [8, 6])
+
+
+def test_memory_is_bounded_and_the_last_tokens_stay() -> None:
+    random = Random(3)
+    drafter = LookupDrafter(1, context_tokens_max=HISTORY_MIN)
+    assert drafter.tokens_max == HISTORY_MIN
+    history = [random.randrange(6) for _ in range(HISTORY_MIN // 2)]
+    drafter.begin(0, i4(history), NO_INT32, MOST)
+    for _ in range(4 * HISTORY_MIN):
+        token = random.randrange(6)
+        drafter.append(0, [token])
+        history.append(token)
+        assert drafter.bytes <= drafter.costs.host_bytes_max
+    assert drafter.bytes == drafter.costs.host_bytes_max - RECENT_BYTES_MAX
+    tail = history[-3:]
+    places = [at for at in range(len(history) - HISTORY_MIN // 2, len(history)) if history[at - 3 : at] == tail]
+    assert places
+    assert proposed(drafter, 0, 1) == [history[places[-1]]]
+    drafter.begin(0, i4([history[-3], *history]), NO_INT32, MOST)  # longer than a slot remembers
+    assert drafter.bytes == drafter.costs.host_bytes_max - RECENT_BYTES_MAX
+    assert proposed(drafter, 0, 3) == searched(history[-HISTORY_MIN // 2 :], 3) != []
+
+
+@pytest.mark.parametrize("slots_max", [1, 8, 256, 4096])
+def test_all_slots_together_stay_below_the_bound(slots_max: int) -> None:
+    drafter = LookupDrafter(slots_max)
+    assert drafter.tokens_max >= HISTORY_MIN
+    assert drafter.costs.host_bytes_max <= HOST_BYTES_MAX + RECENT_BYTES_MAX
+    assert (drafter.costs.device_bytes, drafter.costs.passes) == (0, 0)
+
+
+def test_runs_of_one_bucket_are_told_apart_and_few_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histories, "MIX", 0)  # every run is in bucket 0
+    drafter = LookupDrafter(1)
+    drafter.begin(0, i4([1, 2, 3, 9, 9, 1, 2]), NO_INT32, MOST)
+    assert proposed(drafter, 0, 1) == [3]
+    drafter.append(0, [*range(50, 50 + histories.WALK_MAX), 1, 2])
+    assert proposed(drafter, 0, 1) == []
+    drafter.append(0, [3, 1, 2])
+    assert proposed(drafter, 0, 1) == [3]
+
+
+def test_requests_of_one_tenant_are_drafted_from_each_other() -> None:
+    drafter = LookupDrafter(4)
+    drafter.begin(0, i4([1, 2, 3, 4, 5, 6, 7, 8]), NO_INT32, MOST, shared=9)
+    drafter.begin(1, i4([30, 1, 2, 3]), NO_INT32, MOST, shared=9)
+    drafter.begin(2, i4([30, 1, 2, 3]), NO_INT32, MOST, shared=8)  # another tenant or salt
+    drafter.begin(3, i4([30, 1, 2, 3]), NO_INT32, MOST)
+    assert by_slot(drafter.propose([1, 2, 3])) == {1: [4, 5, 6, 7, 8]}
+    drafter.append(1, [4])
+    assert by_slot(drafter.propose([1])) == {1: [5, 6, 7, 8]}
+    drafter.begin(0, i4([50]), NO_INT32, MOST, shared=9)  # the first request has ended
+    drafter.append(1, [5])
+    assert by_slot(drafter.propose([1])) == {1: [6, 7, 8]}
+    drafter.append(1, [60, 61, 4, 5])
+    assert by_slot(drafter.propose([1])) == {1: [60, 61, 4, 5, 60, 61]}, "two tokens count within a request alone"
+    drafter.begin(1, i4([60, 1, 2, 3, 20, 1, 2, 3]), NO_INT32, MOST, shared=9)
+    assert by_slot(drafter.propose([1])) == {1: [20, 1, 2, 3, 20, 1]}, "its own tokens come first"
+    drafter.forget()
+    drafter.begin(1, i4([30, 1, 2, 3]), NO_INT32, MOST, shared=9)
+    assert by_slot(drafter.propose([1])) == {}
+
+
+def test_the_newest_requests_are_searched_first_and_few() -> None:
+    drafter = LookupDrafter(2)
+    for number in range(SEARCHED_MAX):
+        drafter.begin(0, i4([1, 2, 3, 40 + number]), NO_INT32, MOST, shared=5)
+    drafter.begin(1, i4([1, 2, 3]), NO_INT32, MOST, shared=5)
+    assert by_slot(drafter.propose([1])) == {1: [40 + SEARCHED_MAX - 1]}
+    for _ in range(SEARCHED_MAX):
+        drafter.begin(0, i4([7]), NO_INT32, MOST, shared=5)
+    assert by_slot(drafter.propose([1])) == {}
+
+
+def test_memory_of_ended_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = histories.History(i4([1, 2, 3, 0]), HISTORY_MIN, MOST).bytes
+    monkeypatch.setattr(recent, "RECENT_BYTES_MAX", 3 * size)
+    drafter = LookupDrafter(6)
+    for number in range(20):
+        drafter.begin(0, i4([1, 2, 3, number]), NO_INT32, MOST, shared=1 + number % 5)
+        assert drafter.bytes <= 4 * size
+    drafter.begin(0, NO_INT32, NO_INT32, 0)
+    assert drafter.bytes == 3 * size
+    for slot in range(1, 6):
+        drafter.begin(slot, i4([1, 2, 3]), NO_INT32, MOST, shared=slot)
+    assert by_slot(drafter.propose(range(1, 6))) == {3: [17], 4: [18], 5: [19]}

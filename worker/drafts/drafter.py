@@ -1,0 +1,89 @@
+"""The interface of drafters, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvforge.protocol.messages import NO_INT32, Int32Array
+
+
+@dataclass(frozen=True)
+class DrafterCosts:
+    """What a drafter costs, beside the rows of the step that verifies its drafts.
+
+    Attributes:
+        host_bytes_max: The most host memory that it takes.
+        device_bytes: Device memory of its weights and buffers.
+        passes: Passes of a model for one proposal; 0: it needs none, and a wrong draft costs its row alone.
+        note: For people: time, and what it grows with.
+    """
+
+    host_bytes_max: int
+    device_bytes: int = 0
+    passes: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Drafts for the next step of some slots.
+
+    Attributes:
+        slots: [n] int32, slots with at least one drafted token.
+        counts: [n] int32, drafted tokens of each, 1 or more.
+        tokens: [sum(counts)] int32, slot after slot.
+    """
+
+    slots: Int32Array
+    counts: Int32Array
+    tokens: Int32Array
+
+    @classmethod
+    def of(cls, drafts: dict[int, list[int]]) -> Proposals:
+        """Return the drafts by slot as arrays, without slots that have none."""
+        drafts = {slot: tokens for slot, tokens in drafts.items() if tokens}
+        if not drafts:
+            return NO_PROPOSALS
+        return cls(
+            np.array(list(drafts), np.int32),
+            np.array([len(tokens) for tokens in drafts.values()], np.int32),
+            np.array([token for tokens in drafts.values() for token in tokens], np.int32),
+        )
+
+
+NO_PROPOSALS = Proposals(NO_INT32, NO_INT32, NO_INT32)
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of each slot. Not thread-safe.
+
+    Proposals are hints: a drafter may forget what it knows at any time, and what it forgets raises no error.
+    """
+
+    @property
+    def costs(self) -> DrafterCosts:
+        """What it costs."""
+
+    def begin(self, slot: int, prompt: Int32Array, generated: Int32Array, most: int, shared: int = 0) -> None:
+        """Assign a slot to a new request.
+
+        Args:
+            slot: The slot.
+            prompt: [any] int32, the last tokens of the prompt.
+            generated: [any] int32, the last tokens of the answer so far.
+            most: The most tokens to propose for the slot at a time; 0: it gets no proposals.
+            shared: Requests with the same number may be drafted from each other; 0: from none.
+        """
+
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        """Add tokens to the answer of a slot; a slot without proposals is ignored."""
+
+    def propose(self, slots: Sequence[int]) -> Proposals:
+        """Propose the next tokens of each of the slots."""
+
+    def forget(self) -> None:
+        """Forget every slot."""

@@ -1,0 +1,134 @@
+"""The last tokens of one request, with an index of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.messages import Int32Array
+
+LENGTHS = (3, 2)  # of the looked-up runs of tokens, the longest first
+FIRST_TOKENS = 256
+TOKEN_BYTES = 4 * (1 + 2 * len(LENGTHS))  # the token, and for each length a place in the table and one in the chains
+WALK_MAX = 32  # entries of one bucket that are compared: a prompt may be written so that its runs share a bucket
+MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in Fibonacci hashing
+WORD = (1 << 64) - 1
+NONE = -1
+
+
+class History:
+    """The last tokens of a slot, at most `tokens_max`, with an index of their runs.
+
+    For each length of a run there is a hash table: `heads[bucket]` is the place behind the latest run of the bucket,
+    and `chains[place]` the place behind the run before it. A run is indexed once a token follows it.
+    """
+
+    def __init__(self, tokens: Int32Array, tokens_max: int, most: int) -> None:
+        self._tokens_max, self._most, self.count = tokens_max, most, 0
+        self._load(tokens[-tokens_max // 2 :] if len(tokens) >= tokens_max else tokens)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the tokens and the index."""
+        return self.tokens.nbytes + sum(table.nbytes for table in (*self._heads, *self._chains))
+
+    def append(self, token: int) -> None:
+        """Add a token."""
+        if self.count == len(self.tokens):
+            kept = self.tokens[self.count // 2 :] if self.count == self._tokens_max else self.tokens
+            self._load(kept.copy())
+        place = self.count
+        for mixed, heads, chains in zip(self._mixed, self._heads, self._chains, strict=True):
+            if mixed != NONE:
+                bucket = mixed >> self._shift
+                chains[place] = heads[bucket]
+                heads[bucket] = place
+        self.tokens[place] = token
+        self.count += 1
+        self._look_at_end()
+
+    def following(self, others: Sequence[History] = ()) -> list[int]:
+        """Return the tokens that followed the latest earlier occurrence of the last tokens; none without one.
+
+        The last three tokens are looked up first: in this history, then in the others; then the last two, in this
+        history alone. Where the occurrence is so late that the history ends first, the drafted tokens themselves go
+        on: a run that repeats is drafted to its full length.
+
+        Args:
+            others: Histories of other requests, in the order in which they are searched.
+        """
+        longest, *shorter = zip(LENGTHS, self._mixed, strict=True)
+        for length, mixed in (longest, *shorter):
+            if mixed == NONE:
+                continue
+            run = self._last[-length:]
+            place = self._behind(run, mixed)
+            if place != NONE:
+                return self._from(place)
+            for other in others if length == LENGTHS[0] else ():
+                place = other._behind(run, mixed)
+                if place != NONE:
+                    return other.tokens[place : min(place + self._most, other.count)].tolist()
+        return []
+
+    def _from(self, place: int) -> list[int]:
+        drafted: list[int] = self.tokens[place : min(place + self._most, self.count)].tolist()
+        while len(drafted) < self._most:
+            drafted.append(drafted[len(drafted) - (self.count - place)])
+        return drafted
+
+    def _behind(self, run: list[int], mixed: int) -> int:
+        """Return the place behind the latest occurrence of a run that a token follows, or NONE."""
+        length = len(run)
+        which = LENGTHS.index(length)
+        place, chains = int(self._heads[which][mixed >> self._shift]), self._chains[which]
+        for _ in range(WALK_MAX):
+            if place == NONE:
+                break
+            if self.tokens[place - length : place].tolist() == run:
+                return place
+            place = int(chains[place])
+        return NONE
+
+    def _look_at_end(self) -> None:
+        """Note the last tokens, and the hash of their run of each length; NONE for a length that they lack."""
+        self._last = self.tokens[max(0, self.count - LENGTHS[0]) : self.count].tolist()
+        self._mixed = [_mixed(self._last[-length:]) if length <= self.count else NONE for length in LENGTHS]
+
+    def _load(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Replace the tokens, with room for more, and index them anew."""
+        size = min(self._tokens_max, max(FIRST_TOKENS, 1 << len(tokens).bit_length()))
+        self.tokens, self.count = np.zeros(size, np.int32), len(tokens)
+        self.tokens[: self.count] = tokens
+        self._shift = 64 - (size.bit_length() - 1)
+        self._heads = [np.full(size, NONE, np.int32) for _ in LENGTHS]
+        self._chains = [np.full(size, NONE, np.int32) for _ in LENGTHS]
+        for length, heads, chains in zip(LENGTHS, self._heads, self._chains, strict=True):
+            self._index(length, heads, chains)
+        self._look_at_end()
+
+    def _index(self, length: int, heads: npt.NDArray[np.int32], chains: npt.NDArray[np.int32]) -> None:
+        """Index all runs of a length, as `append` does one by one."""
+        places = np.arange(length, self.count, dtype=np.int32)
+        if not len(places):
+            return
+        mixed, mix = np.zeros(len(places), np.uint64), np.uint64(MIX)
+        for offset in range(length):
+            mixed = mixed * mix + (self.tokens[offset : offset + len(places)].astype(np.uint64) + np.uint64(1))
+        buckets = ((mixed * mix) >> np.uint64(self._shift)).astype(np.int64)
+        order = np.argsort(buckets, kind="stable")
+        ordered, sorted_places = buckets[order], places[order]
+        follows = ordered[1:] == ordered[:-1]
+        chains[sorted_places[1:][follows]] = sorted_places[:-1][follows]
+        latest = np.append(~follows, True)
+        heads[ordered[latest]] = sorted_places[latest]
+
+
+def _mixed(run: list[int]) -> int:
+    """Return the hash of a run, unsigned 64 bit; its highest bits are the bucket."""
+    mixed = 0
+    for token in run:
+        mixed = (mixed * MIX + token + 1) & WORD
+    return (mixed * MIX) & WORD

@@ -1,0 +1,63 @@
+"""Histories of recent requests, for the requests that may be drafted from them.
+
+Requests share histories only under the same number (`RowStart.shared_drafts`), one of a tenant and a salt: how fast an
+answer comes would otherwise tell one tenant what another has read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from .history import History
+
+SEARCHED_MAX = 8  # histories of other requests that a lookup searches
+RECENT_BYTES_MAX = 64 << 20  # of the histories of requests that have ended
+
+
+class RecentHistories:
+    """The histories of each number, the newest first. Those that no slot has any more are bounded in bytes."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, deque[History]] = {}
+        self._ended: OrderedDict[int, tuple[int, History]] = OrderedDict()  # by id(): the oldest first
+        self._ended_bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of the histories that no slot has."""
+        return self._ended_bytes
+
+    def add(self, number: int, history: History) -> None:
+        """Add the history of a request that takes a slot; number 0 shares none."""
+        if number:
+            self._of.setdefault(number, deque()).appendleft(history)
+
+    def end(self, number: int, history: History) -> None:
+        """Record that no slot has this history any more. It stays until newer ones need its memory."""
+        if not number:
+            return
+        self._ended[id(history)] = number, history
+        self._ended_bytes += history.bytes
+        while self._ended_bytes > RECENT_BYTES_MAX:
+            _, (number, oldest) = self._ended.popitem(last=False)
+            self._ended_bytes -= oldest.bytes
+            own = self._of[number]
+            own.remove(oldest)
+            if not own:
+                del self._of[number]
+
+    def others(self, number: int, history: History) -> list[History]:
+        """Return the newest histories under a number, without this one; at most SEARCHED_MAX."""
+        found: list[History] = []
+        for each in self._of.get(number, ()):
+            if len(found) == SEARCHED_MAX:
+                break
+            if each is not history:
+                found.append(each)
+        return found
+
+    def forget(self) -> None:
+        """Forget all."""
+        self._of.clear()
+        self._ended.clear()
+        self._ended_bytes = 0

@@ -1,0 +1,204 @@
+"""The host file of a worker: KV blocks in memory that belongs to the host and outlives the process.
+
+The file lies in a folder in memory (`/dev/shm` by default). It is mapped, and locked for the process's whole life: a
+successor can open it only once no process can write it any more. Its layout, in native byte order:
+
+| bytes | content |
+|---|---|
+| 0 to 4,096 | head: magic, random id, digest of the layout, number of blocks, bytes of a block |
+| `blocks` x 8, up to a multiple of 4,096 | the tag of each block, unsigned 64 bit; 0: not whole |
+| likewise | the checksum of each block, unsigned 64 bit (`device/block_buffers.py`) |
+| `blocks` x `block_bytes` | the blocks |
+
+A tag is cleared before its block is written, and stored after the block and its checksum: a process that is killed in
+the middle leaves no tag.
+A file of another layout, size or boot of the host is emptied and gets another id. The coordinator, which owns the
+blocks, knows them by this id, and then misses.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import InvalidConfiguration, WorkerError
+from kvforge.protocol.steady_clock import monotonic
+
+MAGIC = b"kvfHost2"
+PAGE = 4096
+LOCK_WAIT_S, LOCK_POLL_S = 30.0, 0.05
+IDENTITY_BYTES = 16
+_HEAD = struct.Struct("=8s16s32sQQ")
+_HOST_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class MappedBlocks:
+    """The parts of a mapped host file.
+
+    Args:
+        fd: Its descriptor.
+        blocks: Number of blocks.
+        block_bytes: Bytes of a block.
+
+    Attributes:
+        map: The mapping.
+        tags: As in `HostFile`, like the others.
+    """
+
+    def __init__(self, fd: int, blocks: int, block_bytes: int) -> None:
+        numbers = _number_bytes(blocks)
+        self.map = mmap.mmap(fd, file_bytes(blocks, block_bytes))
+        whole = np.frombuffer(self.map, np.uint8)
+        self.tags: npt.NDArray[np.uint64] = whole[PAGE : PAGE + 8 * blocks].view(np.uint64)
+        self.sums: npt.NDArray[np.uint64] = whole[PAGE + numbers : PAGE + numbers + 8 * blocks].view(np.uint64)
+        self.memory: npt.NDArray[np.uint8] = whole[PAGE + 2 * numbers :]
+        self.data = self.memory.reshape(blocks, block_bytes)
+
+
+class HostFile:
+    """A mapped and locked file.
+
+    Args:
+        path: The file, which is made if there is none.
+        layout: All that determines what the bytes of a block mean, apart from its tokens.
+        blocks: Number of blocks.
+        block_bytes: Bytes of a block.
+
+    Attributes:
+        identity: Equal for two processes if the second finds what the first has written: 32 hex digits.
+        found: Whether the file was there, with this layout.
+        tags: The tag of each block, [blocks] uint64.
+        sums: The checksum of each block, [blocks] uint64.
+        data: The blocks, [blocks, block_bytes] uint8.
+        memory: The memory of `data`, [bytes] uint8, on whole pages.
+
+    Raises:
+        InvalidConfiguration: There is not enough memory for the file, or it cannot be made.
+        WorkerError: Another process has the file.
+    """
+
+    def __init__(
+        self, path: Path, layout: str, blocks: int, block_bytes: int, lock_wait_s: float = LOCK_WAIT_S
+    ) -> None:
+        self.path, self.blocks = path, blocks
+        size = file_bytes(blocks, block_bytes)
+        digest = hashlib.blake2b(f"{layout} {_host_boot()}".encode(), digest_size=32).digest()
+        self._fd = _open(path)
+        try:
+            _lock(self._fd, path, lock_wait_s)
+            head = os.pread(self._fd, _HEAD.size, 0)
+            file_id = _id_of(head, digest, blocks, block_bytes) if os.fstat(self._fd).st_size == size else None
+            self.found = file_id is not None
+            if file_id is None:
+                file_id = os.urandom(16)
+                _clear(self._fd, path, size)
+                os.pwrite(self._fd, _HEAD.pack(MAGIC, file_id, digest, blocks, block_bytes), 0)
+            mapped = MappedBlocks(self._fd, blocks, block_bytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.identity = hashlib.blake2b(file_id + digest, digest_size=IDENTITY_BYTES).hexdigest()
+        self._map, self.tags, self.sums = mapped.map, mapped.tags, mapped.sums
+        self.memory, self.data = mapped.memory, mapped.data
+
+    def fileno(self) -> int:
+        """Return the descriptor, which holds the lock. A process that inherits it holds the lock too."""
+        return self._fd
+
+    def close(self) -> None:
+        """Unlock the file, which stays. The caller has dropped all views of it."""
+        self.tags = self.sums = np.zeros(0, np.uint64)
+        self.data, self.memory = np.zeros((0, 0), np.uint8), np.zeros(0, np.uint8)
+        try:
+            self._map.close()
+        except BufferError:  # a view is left: the end of the process unmaps the file
+            return
+        os.close(self._fd)
+
+
+def file_bytes(blocks: int, block_bytes: int) -> int:
+    """Return the size of a host file."""
+    return PAGE + 2 * _number_bytes(blocks) + blocks * block_bytes
+
+
+def _number_bytes(blocks: int) -> int:
+    """Return the bytes of one number for each block, on whole pages."""
+    return -(-8 * blocks // PAGE) * PAGE
+
+
+def host_path(folder: str, runtime: Path, name: str) -> Path:
+    """Return the file of a worker: one for each runtime folder and name.
+
+    Args:
+        folder: The configured folder; "": the system's folder in memory.
+        runtime: The coordinator's runtime folder.
+        name: The worker's name.
+
+    Raises:
+        InvalidConfiguration: There is no such folder.
+    """
+    place = Path(folder).expanduser() if folder else Path("/dev/shm")  # noqa: S108 - the file is only the owner's
+    if not place.is_dir():
+        raise InvalidConfiguration("host_dir", f"{str(place)!r} is no folder: name one in memory (tmpfs)")
+    ours = hashlib.blake2b(f"{os.getuid()}\n{runtime}\n{name}".encode(), digest_size=12).hexdigest()
+    return place / f"kvforge-host-{ours}"
+
+
+def _host_boot() -> str:
+    try:
+        return _HOST_BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _open(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise InvalidConfiguration("host_dir", f"{str(path)!r} cannot be opened: {error.strerror}") from None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        os.close(fd)
+        raise InvalidConfiguration("host_dir", f"{str(path)!r} is no file of this user: remove it")
+    return fd
+
+
+def _lock(fd: int, path: Path, wait_s: float) -> None:
+    deadline = monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if monotonic() >= deadline:
+                problem = f"another process still has the host file {path}: end it, or give this worker another name"
+                raise WorkerError(problem) from None
+        time.sleep(LOCK_POLL_S)
+
+
+def _id_of(head: bytes, digest: bytes, blocks: int, block_bytes: int) -> bytes | None:
+    """Return the id of a file with this layout; None for any other content."""
+    if len(head) < _HEAD.size:
+        return None
+    magic, file_id, *layout = _HEAD.unpack(head)
+    return file_id if magic == MAGIC and layout == [digest, blocks, block_bytes] else None
+
+
+def _clear(fd: int, path: Path, size: int) -> None:
+    """Empty the file and reserve its memory, so that no later write finds none."""
+    os.ftruncate(fd, 0)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        os.ftruncate(fd, 0)
+        problem = f"{size} bytes cannot be reserved in {path.parent}: {error.strerror}; lower it"
+        raise InvalidConfiguration("host_bytes", problem) from None

@@ -1,0 +1,76 @@
+"""Opens the host file that a worker's configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvforge import __version__
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.config import WorkerConfig
+from kvforge.worker.host_file import HostFile, host_path
+from kvforge.worker.loading.model import LoadedModel
+
+from .host_transfers import HostTransfers
+
+log = logging.getLogger("worker")
+
+
+def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> HostTransfers | None:
+    """Open the host file of a worker.
+
+    Args:
+        config: The worker's configuration.
+        model: Its model.
+        pool: Its pool.
+
+    Returns:
+        The copies from and to the file; None if none is configured.
+
+    Raises:
+        InvalidConfiguration: Names `host_bytes` or `host_dir`.
+        WorkerError: Another process has the file.
+    """
+    if not config.host_bytes:
+        return None
+    geometry = pool.geometry
+    if geometry.is_paged:
+        kept = "recurrent states" if geometry.states else "layers with a sliding window"
+        raise InvalidConfiguration("host_bytes", f"{config.host_bytes}, but the model has {kept}: set it to 0")
+    blocks = config.host_bytes // geometry.bytes_per_block
+    if not blocks:
+        problem = f"{config.host_bytes} bytes hold no block; one takes {geometry.bytes_per_block}"
+        raise InvalidConfiguration("host_bytes", problem)
+    path = host_path(config.host_dir, config.runtime_path, config.name)
+    file = HostFile(path, layout_of(config, model), blocks, geometry.bytes_per_block)
+    log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
+    transfers = HostTransfers(pool, file)
+    if transfers.problem:
+        log.warning(
+            "host tier: %s refuses the file's memory (%s): copies take a detour", model.device.name, transfers.problem
+        )
+    return transfers
+
+
+def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
+    """Describe all that determines the bytes of a block, apart from its tokens and their salt.
+
+    Versions count, because another kernel may round otherwise; so does the device.
+    """
+    parts = {
+        "model": model.info.fingerprint,
+        "dtype": model.info.dtype,
+        "weights": model.info.weight_dtype,
+        "context": model.info.context_tokens_max,
+        "geometry": model.geometry,
+        "device": model.device.name,
+        "kinds": model.wants_kinds,
+        "attention": config.attention,
+        "kernels": config.kernels,
+        "determinism": config.determinism,
+        "kvforge": __version__,
+        "torch": torch.__version__,
+    }
+    return "\n".join(f"{name}: {value}" for name, value in parts.items())
