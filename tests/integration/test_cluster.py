@@ -43,6 +43,7 @@ from kvforge.protocol.tables import TablesReader
 from kvforge.protocol.transport import TABLES_FILE, configure_dealer
 from tools.cluster.cluster import Cluster
 
+from .midway import stopped_midway
 from .shared import Shared, wait_empty
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -156,10 +157,13 @@ def test_a_killed_worker_gives_its_requests_back_and_they_end_with_the_same_toke
     with Cluster(worker=f"watch_us = {watch_us}") as cluster:
         kv = cluster.start("w0")
         expected = [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY).result(60).tokens for i in range(4)]
-        requests = [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY) for i in range(4)]
-        streams = [iter(request) for request in requests]
-        for stream in streams:
-            next(stream)
+        requests = stopped_midway(
+            cluster,
+            kv,
+            lambda: [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY) for i in range(4)],
+            200,
+            "w0",
+        )
         cluster.kill("w0")
         cluster.start_worker("w0")
         for request, tokens in zip(requests, expected, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvforge import Client, SamplingParams
+from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
@@ -30,23 +30,25 @@ def check(case: dict[str, Any], tokens: tuple[int, ...], steps: int = STEPS) -> 
         assert got == want, f"{case['id']}: step {index} gave {got}, not {want} (margin {margin})"
 
 
-def run_all(kv: Client, steps: int = STEPS, cache_salt: str = "") -> set[int]:
-    """Run all prompts at once; return the ids of the requests."""
-    requests = [
+def submit_all(kv: Client, steps: int, cache_salt: str = "") -> list[Request]:
+    return [
         kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, cache_salt=cache_salt) for case in CASES
     ]
+
+
+def check_all(requests: list[Request], steps: int) -> set[int]:
+    """Check all answers; return the ids of the requests."""
     for case, request in zip(CASES, requests, strict=True):
         check(case, request.result(300).tokens, steps)
     return {request.id for request in requests}
 
 
-def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2: Cluster) -> None:
-    """The second round hits the prefix cache and must continue identically; the last one, with another salt, gets no
-    hits and a second worker."""
+def test_all_prompts_at_once_and_one_alone(smollm2: Cluster) -> None:
+    """The second round hits the prefix cache and must continue identically."""
     with smollm2.client() as kv:
-        run_all(kv)
+        check_all(submit_all(kv, STEPS), STEPS)
         hits = kv.stats().requests.cached_tokens_total
-        run_all(kv, steps=AGAIN)
+        check_all(submit_all(kv, AGAIN), AGAIN)
         assert kv.stats().requests.cached_tokens_total > hits
         case = CASES[0]
         check(
@@ -54,16 +56,13 @@ def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2: Cluster) 
             kv.submit(case["prompt_tokens"], max_tokens=AGAIN, sampling=GREEDY, cache_salt="alone").result(120).tokens,
             AGAIN,
         )
-        smollm2.start_worker("w1")
-        smollm2.wait_workers(kv, 2)
-        asked = run_all(kv, steps=AGAIN, cache_salt="two")
-        assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}
-        smollm2.kill("w1")
-        smollm2.wait_workers(kv, 1)
 
 
 def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) -> None:
-    """Every prompt twice as samples of one request and once as a fork of a sequence, in pools that cannot hold all."""
+    """Every prompt twice as samples of one request and once as a fork of a sequence, in pools that cannot hold all.
+
+    Then all of them at once on both workers, with another salt and so without hits.
+    """
     with Cluster(model=smollm2_path, blocks=40) as cluster:
         kv = cluster.start("w0", "w1")
         forks = []
@@ -72,11 +71,12 @@ def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) 
             source = kv.create_sequence(prompt[: len(prompt) // 2], idle_ttl_s=300)
             forks += kv.fork(source)
         started = []
-        for case, fork in zip(CASES, forks, strict=True):
-            prompt = case["prompt_tokens"]
-            pair = kv.submit_samples(prompt, 2, max_tokens=PREEMPTED, sampling=GREEDY)
-            rest = kv.submit(prompt[len(prompt) // 2 :], sequence=fork, max_tokens=PREEMPTED, sampling=GREEDY)
-            started += [(case, request) for request in (*pair, rest)]
+        with cluster.stopped("w0", "w1"):
+            for case, fork in zip(CASES, forks, strict=True):
+                prompt = case["prompt_tokens"]
+                pair = kv.submit_samples(prompt, 2, max_tokens=PREEMPTED, sampling=GREEDY)
+                rest = kv.submit(prompt[len(prompt) // 2 :], sequence=fork, max_tokens=PREEMPTED, sampling=GREEDY)
+                started += [(case, request) for request in (*pair, rest)]
         for case, request in started:
             check(case, request.result(300).tokens, PREEMPTED)
         stats = kv.stats().requests
@@ -84,3 +84,7 @@ def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) 
         assert stats.cached_tokens_total > 0
         assert stats.finished_total == 3 * len(CASES)
         assert {row.worker for row in kv.requests().requests} == {"w0", "w1"}
+        with cluster.stopped("w0", "w1"):
+            running = submit_all(kv, AGAIN, cache_salt="two")
+        asked = check_all(running, AGAIN)
+        assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from kvforge import SamplingParams
@@ -13,19 +12,11 @@ from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
+from .undisturbed import say, tokens_of
 
 pytestmark = [NEEDS_CACHE, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
-
-
-@torch.inference_mode()
-def say(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[int, ...]:
-    """Return the tokens that transformers generates, without a cache."""
-    tokens = list(prompt)
-    for _ in range(TOKENS):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tuple(tokens[len(prompt) :])
 
 
 def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path) -> None:
@@ -47,7 +38,7 @@ def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = 
     folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
-    want = [say(model, prompt) for prompt in prompts]
+    want = tokens_of(say(model, prompts, TOKENS))
     at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
     with Cluster(model=folder, blocks=at_begin + 2, ranks=ranks, worker=f'graphs = "{graphs}"\n') as cluster:
         kv = cluster.start(*names)
@@ -70,9 +61,12 @@ def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = 
         assert again.tokens == want[0][3:], "a state does not go back, and is computed again"
         assert again.logprobs == bits[0][3:]
         kv.remove([source, fork])
-        running = [
-            kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{prompt[-2]}") for prompt in prompts
-        ]
+        # The pool has room for five prompts and not for their answers: one that comes late would wait for the others.
+        with cluster.stopped(*names):
+            running = [
+                kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{prompt[-2]}") for prompt in prompts
+            ]
+            assert kv.stats().requests.accepted_total == len(cached) + 4 + REQUESTS
         assert [request.result(60).tokens for request in running] == want
         assert kv.stats().requests.preemptions_total > 0, "the pool holds fewer than these five at their ends"
         for victim in (names[-1], "coordinator"):

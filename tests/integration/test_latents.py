@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import transformers
 
 from kvforge import SamplingParams
@@ -12,21 +11,11 @@ from tests.worker.loading.random_models import DESCRIBED, save
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
+from .undisturbed import say, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PREFIX, TOKENS, REQUESTS = list(range(3, 24)), 24, 6
 NAMES = ("w0", "w1")
-
-
-@torch.inference_mode()
-def say(model: transformers.PreTrainedModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """Return the tokens that transformers generates, without a cache, for prompts of one length."""
-    torch.set_num_threads(1)  # others would spin beside the cluster
-    tokens = torch.tensor(prompts)
-    for _ in range(TOKENS):
-        found = model(input_ids=tokens, use_cache=False).logits[:, -1].argmax(-1)
-        tokens = torch.cat((tokens, found[:, None]), 1)
-    return [tuple(row) for row in tokens[:, len(prompts[0]) :].tolist()]
 
 
 def test_latents_through_hits_forks_preemption_and_a_killed_rank(tmp_path: Path) -> None:
@@ -35,7 +24,7 @@ def test_latents_through_hits_forks_preemption_and_a_killed_rank(tmp_path: Path)
     folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
-    want = say(model, prompts)
+    want = tokens_of(say(model, prompts, TOKENS))
     with Cluster(ranks=2, model=folder, blocks=40, coordinator="[cache]\nblock_size = 4\n") as cluster:
         kv = cluster.start(*NAMES)
         assert kv.health().model.kv_layout == "latents"  # type: ignore[union-attr]
@@ -48,7 +37,12 @@ def test_latents_through_hits_forks_preemption_and_a_killed_rank(tmp_path: Path)
         (fork,) = kv.fork(source)
         both = [kv.submit(sequence=one, max_tokens=TOKENS - 7, sampling=GREEDY) for one in (source, fork)]
         assert [request.result(60).tokens for request in both] == 2 * [want[0][7:]], "the last block is copied"
-        running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=str(prompt)) for prompt in prompts]
+        # The pool has room for five prompts and not for their answers: one that comes late would wait for the others.
+        with cluster.stopped(*NAMES):
+            running = [
+                kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt=str(prompt)) for prompt in prompts
+            ]
+            assert kv.stats().requests.accepted_total == 5 + REQUESTS
         assert [request.result(60).tokens for request in running] == want
         assert kv.stats().requests.preemptions_total > 0, "40 blocks hold fewer than these six"
         running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt="again") for prompt in prompts]

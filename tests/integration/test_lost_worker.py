@@ -8,6 +8,7 @@ from operator import itemgetter
 from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
+from .midway import stopped_midway
 from .shared import wait_empty
 
 TOKENS, REQUESTS = 300, 6
@@ -21,9 +22,7 @@ def submit(kv: Client, number: int) -> Request:
 
 def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple[int, ...]]) -> None:
     """Signal worker w1 while both workers serve."""
-    running = [submit(kv, i) for i in range(REQUESTS)]
-    for request in running:
-        next(iter(request))
+    running = stopped_midway(cluster, kv, lambda: [submit(kv, i) for i in range(REQUESTS)], TOKENS, "w1")
     lost = [kv.status(request.id).worker == "w1" for request in running]
     assert any(lost) and not all(lost)
     cluster.signal("w1", number)
@@ -50,4 +49,5 @@ def test_only_the_sequences_of_a_lost_worker_pause() -> None:
         assert health.gone["w1"] == f"was lost, process {cluster.pid('w1')}"
         assert "attention: Triton" in health.gone["w2"], "a failed worker must have a reason"
         requests = wait_empty(kv).requests
-        assert (requests.failed_total, requests.finished_total) == (0, 3 * REQUESTS)
+        assert requests.failed_total == 0
+        assert requests.finished_total == requests.accepted_total >= 3 * REQUESTS

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvforge import Client, SamplingParams
+from kvforge import Client, Request, SamplingParams
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,
@@ -26,6 +27,7 @@ from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import Cluster
 from tools.cluster.fork_server import SERVICES, fork_server
 
+from .midway import stopped_midway
 from .shared import wait_empty
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -106,19 +108,25 @@ def test_forks_share_until_one_side_writes_and_the_worker_copies_the_kv(kv: Clie
     assert kv.remove([s, t1, t2]) > 0
 
 
-def test_a_running_sequence_can_be_forked(kv: Client) -> None:
-    s = kv.create_sequence([3, 1, 4, 1, 5])
-    request = kv.submit(sequence=s, max_tokens=60, sampling=GREEDY)
-    next(iter(request))
+def test_a_running_sequence_can_be_forked(cluster: Cluster, kv: Client) -> None:
+    made = []
+
+    def submit() -> list[Request]:
+        made.append(kv.create_sequence([3, 1, 4, 1, 5]))
+        return [kv.submit(sequence=made[-1], max_tokens=60, sampling=GREEDY)]
+
+    (request,) = stopped_midway(cluster, kv, submit, 60, "w0")
+    s = made[-1]
     (child,) = kv.fork(s)
     taken = kv.tokens(child)
     with pytest.raises(SequenceBusy):
         kv.append(s, [1])
+    cluster.signal("w0", signal.SIGCONT)
     whole = request.result(30).tokens
     left = 60 - (len(taken) - 5)
     assert (3, 1, 4, 1, 5, *whole)[: len(taken)] == taken
     assert kv.submit(sequence=child, max_tokens=left, sampling=GREEDY).result(30).tokens == whole[-left:]
-    kv.remove([s, child])
+    kv.remove([*made, child])
 
 
 def test_only_tokens_without_kv_are_computed(kv: Client) -> None:

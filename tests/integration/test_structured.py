@@ -60,7 +60,8 @@ def test_a_shaped_answer_survives_kills_preemption_and_has_company() -> None:
         cluster.start_coordinator()
         assert [request.result(60).tokens for request in running] == [answer.tokens for answer in alone]
 
-        crowd = [submitted(kv) for _ in range(4)]  # 12 rows need 10 blocks each in a pool of 40
+        with cluster.stopped("w0"):
+            crowd = [submitted(kv) for _ in range(4)]  # 12 rows need 10 blocks each in a pool of 40
         answers = [[request.result(60).tokens for request in each] for each in crowd]
         assert answers == [[answer.tokens for answer in alone]] * len(crowd)
         assert kv.stats().requests.preemptions_total > 0

@@ -77,7 +77,7 @@ def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_serves_heals_and_drains(folder: Path) -> None:
-    with up(folder, "--workers", "2", "--block-size", "4", forked=False) as running:
+    with up(folder, "--workers", "2", "--block-size", "4") as running:
         running.expect("worker-", "ready: 2 workers, endpoint ipc://", "try: kvforge --runtime-dir")
         serves_both_ways(folder)
         refuses_a_second_one(folder)

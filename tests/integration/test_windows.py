@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from kvforge import Request, SamplingParams
@@ -16,22 +15,11 @@ from tests.worker.step.test_windows import COMMON, MODELS, WINDOW
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
+from .undisturbed import Answers, say
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
 TOLERANCE = 1e-4  # of a log-probability
-Answers = list[tuple[int, float]]
-
-
-@torch.inference_mode()
-def say(model: transformers.PreTrainedModel, prompt: list[int], count: int = TOKENS) -> Answers:
-    """Return the tokens that transformers generates, without a cache, and their log-probabilities."""
-    tokens, found = list(prompt), Answers()
-    for _ in range(count):
-        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-        found.append((tokens[-1], float(torch.log_softmax(logits.float(), -1)[tokens[-1]])))
-    return found
 
 
 class Checker:
@@ -65,7 +53,7 @@ def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, ran
     folder = save(tmp_path / "model", model_type, {**fields, **COMMON, "max_position_embeddings": 256})
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
-    want = [say(model, prompt) for prompt in prompts]
+    want = say(model, prompts, TOKENS)
     pages, names = pages_of(fields), [f"w{rank}" for rank in range(ranks)]
     check, blocks = Checker().check, REQUESTS * (5 + 3 * pages) + pages + 4
     experts = "expert_parallel = true\n" if name == "gpt_oss" and ranks > 1 else ""  # no plan cuts its experts
@@ -87,7 +75,12 @@ def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, ran
         kv.rewind(fork, len(prompts[0]) + 3)  # its window went on
         check(kv.submit(sequence=fork, max_tokens=TOKENS - 3, sampling=GREEDY), prompts[0], want[0], 3)
         kv.remove([source, fork])
-        running = [kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{each[-2]}") for each in prompts]
+        # The pool has room for five prompts and not for their answers: one that comes late would wait for the others.
+        with cluster.stopped(*names):
+            running = [
+                kv.submit(each, max_tokens=TOKENS, sampling=GREEDY, cache_salt=f"{each[-2]}") for each in prompts
+            ]
+            assert kv.stats().requests.accepted_total == len(cached) + 4 + REQUESTS
         for request, prompt, answer in zip(running, prompts, want, strict=True):
             check(request, prompt, answer)
         if pages == 1:  # else prompts hold more blocks than answers, and the pool has room for those

@@ -12,6 +12,7 @@ from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import FAULTS, plant
 from tools.simulation.faults_of_death import FAULTS_OF_DEATH
+from tools.simulation.faults_of_drafts import FAULTS_OF_DRAFTS
 from tools.simulation.faults_of_states import FAULTS_OF_STATES
 from tools.simulation.faults_of_windows import FAULTS_OF_WINDOWS
 from tools.simulation.runner import Outcome, drawn, play, run_seed
@@ -20,14 +21,21 @@ from tools.simulation.settings import Settings, with_crashes, with_ranks
 EVENTS = 800
 MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
-MORTAL_SEEDS_MAX = STATES_SEEDS_MAX = WINDOWS_SEEDS_MAX = 30
+MORTAL_SEEDS_MAX = STATES_SEEDS_MAX = WINDOWS_SEEDS_MAX = DRAFTS_SEEDS_MAX = 30
 MORTALS_SOUND = 6
 STOPPED_AFTER_A_START = 30  # a seed that stops a coordinator before its first turn, while a deadline is over
 SEEDS_SOUND = 4
 # Seeds to try first: they found the fault when this was written. A change of the core or the simulator can outdate
 # them, which only costs time. `pytest -rP` prints better ones.
 LIKELY = {
+    "tokens_behind_a_stop_token_kept": 2,
+    "proposal_outlives_its_row": 6,
+    "step_planned_behind_drafts": 2,
+    "drafts_sent_as_prompt_tokens": 1,
+    "proposals_not_restored": 12,
     "fork_behind_the_window": 1,
+    "hit_without_windows": 1,
+    "windows_not_copied": 5,
     "part_of_a_window_evicted": 2,
     "pages_of_a_window_swapped": 2,
     "windows_of_another_block_indexed": 3,
@@ -84,6 +92,7 @@ LIKELY = {
     "tops_lost_in_a_replay": 1,
     "crash_never_counted": 19,
     "suspect_runs_among_others": 19,
+    "suspect_alone_beyond_its_crash_point": 15,
     "requests_of_others_found": 4,
     "sequences_of_others_found": 5,
     "blocks_of_others_found": 4,
@@ -109,6 +118,7 @@ LIKELY = {
     "group_outlives_a_rank": 14,
     "ranks_that_disagree_believed": 16,
     "steps_for_the_first_rank_alone": 22,
+    "checkpoint_never_acknowledged": 2,
     "checkpoint_one_block_off": 4,
     "state_not_restored_after_a_rewind": 3,
     "kept_state_taken_at_another_position": 19,
@@ -294,6 +304,30 @@ def test_worlds_with_windows_without_faults_pass_the_same_seeds() -> None:
     assert not outcome.error, f"with states: {outcome.error}\n{outcome.where}"
 
 
+def run_with_drafts(seed: int) -> Outcome:
+    """The world in which a planted fault of drafts is looked for."""
+    return run_seed(seed, EVENTS, check_every=4, states=0.0, windows=0.0, drafts=1.0)
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_DRAFTS)
+def test_the_simulator_finds_a_planted_fault_of_drafts(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    with plant(name, FAULTS_OF_DRAFTS):
+        for seed in (likely, *(seed for seed in range(DRAFTS_SEEDS_MAX) if seed != likely)):
+            if run_with_drafts(seed).error:
+                break
+        else:
+            pytest.fail(f"{name} was not found in {DRAFTS_SEEDS_MAX} seeds")
+    if seed != likely:
+        print(f'faster with LIKELY["{name}"] = {seed}')
+
+
+def test_worlds_with_drafts_without_faults_pass_the_same_seeds() -> None:
+    for seed in sorted({*range(SEEDS_SOUND), *(LIKELY.get(name, 0) for name in FAULTS_OF_DRAFTS)}):
+        outcome = run_with_drafts(seed)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
 def test_mortals_without_faults_pass_the_same_seeds() -> None:
     for seed in range(MORTALS_SOUND):
         outcome = run_mortal(seed, min(IN_TWO_POOLS))
@@ -304,12 +338,13 @@ def test_mortals_without_faults_pass_the_same_seeds() -> None:
 
 
 def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:
-    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH) | set(FAULTS_OF_STATES) | set(FAULTS_OF_WINDOWS)
+    special = set(FAULTS_OF_STATES) | set(FAULTS_OF_WINDOWS) | set(FAULTS_OF_DRAFTS)
+    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH) | special
     assert max(LIKELY.values()) < SEEDS_MAX
 
 
 def test_the_core_without_faults_passes_the_same_seeds() -> None:
-    for seed in sorted({*range(SEEDS_SOUND), *LIKELY.values()}):
+    for seed in sorted({*range(SEEDS_SOUND), *(LIKELY[name] for name in LIKELY if name not in FAULTS_OF_DRAFTS)}):
         outcome = run_seed(seed, EVENTS, check_every=4)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
     for seed in range(4):

@@ -21,6 +21,7 @@ from .driver import Driver
 from .interruptions import PAUSE_S, PAUSE_S_MIN
 from .planted import FAULTS
 
+HOST_BYTES = 2 << 20
 TITLE = "chaos: requests lost, duplicated, changed or left behind while processes were killed and stopped"
 
 
@@ -55,12 +56,26 @@ def main() -> int:
         help=f"mean seconds between two faults; many ranks on GPUs need as long as they take to start [{PAUSE_S}]",
     )
     parser.add_argument("--family", choices=sorted(FAMILIES), default="llama", help="family of the tiny model [llama]")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="schedule.drafts_max; answers must be those without drafts [0]"
+    )
+    parser.add_argument(
+        "--host",
+        type=int,
+        nargs="?",
+        default=0,
+        const=HOST_BYTES,
+        help=f"host_bytes of each worker, with write-back; answers must be those without a host tier [{HOST_BYTES}]",
+    )
     options = parser.parse_args()
     if options.pause <= PAUSE_S_MIN:
         parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
+    if options.host and options.ranks > 1:
+        parser.error(f"--host: a worker of {options.ranks} ranks has no host tier, leave out --ranks")
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
-    others = {"ranks": options.ranks, "pause_s": options.pause, "family": options.family}
+    others = {"ranks": options.ranks, "pause_s": options.pause, "family": options.family, "drafts": options.drafts}
+    others["host_bytes"] = options.host
     report = Driver(options.minutes, options.seed, log, options.plant, *computing, **others).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:

@@ -31,7 +31,8 @@ from .processes import CLIENT_END_S, Processes
 WORKERS = 2
 CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last process uses HTTP
 CLIENTS_EACH = 4
-BLOCKS = 128
+BLOCKS, BLOCKS_WITH_HOST = 128, 64  # with a host tier, so few that blocks leave the pool and requests are preempted
+WRITEBACK_BLOCKS = 4
 SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
 LEASE_S = 3.0
 GIVEN_BACK_S = 2 * LEASE_S
@@ -86,6 +87,8 @@ class Driver:
         ranks: int = 1,
         pause_s: float = interruptions.PAUSE_S,
         family: str = "llama",
+        drafts: int = 0,
+        host_bytes: int = 0,
     ) -> None:
         """Create a run.
 
@@ -99,11 +102,13 @@ class Driver:
             ranks: if above 1, run so many processes as ranks of one worker; else run two workers.
             pause_s: the mean pause between two process faults.
             family: of the tiny model, a name in `tools.cluster.running.FAMILIES`.
+            drafts: `schedule.drafts_max` of the disturbed run; the expected answers are computed without drafts.
+            host_bytes: of each worker's host file, 0 for none; the expected answers are computed without one.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype, "family": family}
         self._planted = fault
-        self._ranks, self._pause_s = ranks, pause_s
+        self._ranks, self._pause_s, self._drafts, self._host_bytes = ranks, pause_s, drafts, host_bytes
         self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
@@ -112,11 +117,22 @@ class Driver:
 
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report, with all violations in its `faults`."""
-        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=self._ranks, **self._computing) as cluster:
+        sizes: dict[str, Any] = {"blocks": BLOCKS, "ranks": self._ranks, **self._computing}
+        config = CONFIG.replace("[schedule]\n", f"[schedule]\ndrafts_max = {self._drafts}\n")
+        if self._host_bytes:
+            config = config.replace("[cache]\n", f"[cache]\nhost_writeback_blocks = {WRITEBACK_BLOCKS}\n")
+        others = bool(self._drafts or self._host_bytes)
+        if others:  # an answer that drafts or the host tier have changed would be the expected one
+            with Cluster(coordinator=CONFIG, **sizes) as undisturbed:
+                self._known = self._answered(undisturbed)
+        if self._host_bytes:
+            sizes |= {"blocks": BLOCKS_WITH_HOST, "host_bytes": self._host_bytes}
+        with self._cluster_of(coordinator=config, **sizes) as cluster:
             tokenizer.write(cluster.model)
-            kv = cluster.start(*self._workers)
-            self._known = cases.answered(kv, cases.draw(self._seed))
-            kv.close()
+            if others:
+                cluster.start(*self._workers).close()
+            else:
+                self._known = self._answered(cluster)
             file = cluster.folder / "cases.json"
             file.write_text(json.dumps([known.as_json() for known in self._known]))
             options = {
@@ -146,6 +162,10 @@ class Driver:
             **self._report,
             "faults": self.faults,
         }
+
+    def _answered(self, cluster: Cluster) -> list[cases.Known]:
+        with cluster.start(*self._workers) as kv:
+            return cases.answered(kv, cases.draw(self._seed))
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
@@ -240,6 +260,7 @@ class Driver:
         # A sequence that a request continued when its owner left lives for one lease after the request.
         await self._until("what had a lease is given back", lambda: self._given_back(kv), GIVEN_BACK_S)
         stats = self._stats = await kv.stats()
+        self._last_workers = (await kv.health()).workers
         self._check_empty(stats)
         for request_id in sorted(ledger.records)[-ATTACHED_AT_END:]:
             if not (await kv.explain(request=request_id)).sentences:
@@ -349,6 +370,21 @@ class Driver:
                 "tokens_compared": sum(len(record.tokens) for record in records),
                 "recomputed_tokens": requests.recomputed_tokens_total,
                 "preemptions": requests.preemptions_total,
+            },
+            "drafts": {
+                "most": self._drafts,
+                "drafted_by_last_workers": sum(worker.drafted_total for worker in self._last_workers),
+                "accepted_by_last_workers": sum(worker.accepted_total for worker in self._last_workers),
+            },
+            "host": {
+                "bytes": self._host_bytes,
+                "saved_by_last_workers": sum(worker.host_saved_total for worker in self._last_workers),
+                "loaded_by_last_workers": sum(worker.host_loaded_total for worker in self._last_workers),
+                "missed_by_last_workers": sum(worker.host_missed_total for worker in self._last_workers),
+                "swapped": sum(pool.host_swapped_total for pool in self._stats.pools),
+                "swapped_or_not": sum(
+                    pool.host_swapped_total + pool.host_unswapped_total for pool in self._stats.pools
+                ),
             },
             "away_too_long": len(self._processes.absences),
             "errors_of_those": dict(self.excused),

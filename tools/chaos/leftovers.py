@@ -27,6 +27,8 @@ def not_given_back(stats: Stats) -> Iterator[str]:
     for pool in stats.pools:
         if pool.free + pool.cached != pool.blocks or pool.referenced or pool.quarantined:
             yield f"blocks leaked: {pool}"
+        if pool.host_free + pool.host_cached != pool.host_blocks:
+            yield f"blocks of the host tier leaked: {pool}"
 
 
 def orphans(folder: Path, wait_s: float = GONE_S) -> Iterator[str]:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -39,6 +40,7 @@ class Cluster:
         dtype: str = "float32",
         ranks: int = 1,
         family: str = "llama",
+        host_bytes: int = 0,
     ) -> None:
         """Make the folder.
 
@@ -51,6 +53,7 @@ class Cluster:
             dtype: The workers' dtype.
             ranks: This many processes form one worker and each compute a part; "w0" is its rank 0.
             family: Of the tiny model, a name in `running.FAMILIES`.
+            host_bytes: Of each worker's host file, which is in the folder; 0: none.
         """
         # Short: a socket's path has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
@@ -58,6 +61,8 @@ class Cluster:
         self._model = model
         self._blocks = blocks
         self._coordinator_extra, self._worker_extra = coordinator, worker
+        if host_bytes:
+            self._worker_extra += f'host_bytes = {host_bytes}\nhost_dir = "{self.folder}"\n'
         self._device, self._dtype, self._ranks = device, dtype, ranks
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
@@ -169,6 +174,17 @@ class Cluster:
     def signal(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to a member."""
         self._processes[name].send_signal(number)
+
+    @contextmanager
+    def stopped(self, *names: str) -> Iterator[None]:
+        """Stop members inside the block (SIGSTOP): what is submitted to stopped workers arrives before a step."""
+        for name in names:
+            self.signal(name, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for name in names:
+                self.signal(name, signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         """Kill a member with SIGKILL and wait for its end."""

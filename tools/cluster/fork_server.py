@@ -3,8 +3,8 @@
 A test process starts up to two fork servers. One imports the modules of `python -m kvforge.worker`, the other those of
 the coordinator and the gateway, which are smaller. Then they only fork: a child runs a module as `__main__`, with the
 given arguments, environment and outputs. The child is an ordinary process of that module, with its own process id,
-command line, signals and exit status. Tests with systemd or an explicit start, and some with `kvforge up`, cover the
-start in a fresh interpreter; `forked_up.py` has the others.
+command line, signals and exit status. A gateway forks its text helpers too (`forked_text.py`). Tests with systemd or
+an explicit start, and some with `kvforge up`, cover the start in a fresh interpreter; `forked_up.py` has the others.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FORK_S = 300.0  # the first fork includes the import of torch, on a machine that
 # An argument of the process, whose memory is that of its children's command lines.
 ROOM = " " * 2048
 WORKER, SERVICES = "worker", "services"
+GATEWAY = "kvforge.gateway"
 
 
 class Child:
@@ -225,6 +226,8 @@ def serve() -> None:
             *lines, requests = (requests + read).split(b"\n")
             for line in lines:
                 request = json.loads(line)
+                if _forks_text(request["module"]):
+                    _import_text()
                 outputs = [*map(_appended, request.pop("outputs"))]  # before the client learns that it may close a pipe
                 pid = os.fork()
                 if pid == 0:
@@ -276,6 +279,21 @@ def _import_services() -> None:
     import kvforge.gateway.serve.process  # noqa: F401
 
 
+def _forks_text(module: str) -> bool:
+    """Return whether a module is a gateway that forks its text helpers. They run without torch."""
+    return module == GATEWAY and "torch" not in sys.modules
+
+
+@cache
+def _import_text() -> None:
+    """Import transformers for the text helpers of gateways, before the first of these."""
+    from .forked_text import import_transformers
+
+    with collector_paused():
+        import_transformers()
+    keep_all()
+
+
 def _report_ended() -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -300,6 +318,10 @@ def _become(module: str, arguments: list[str], outputs: list[int], environment: 
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]
+    if _forks_text(module):
+        from .forked_text import fork_helpers
+
+        fork_helpers()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

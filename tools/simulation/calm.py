@@ -93,6 +93,9 @@ class Calm:
 
     def _settled(self) -> bool:
         groups = self._machine.cache.groups.values()
+        disks = [group.disk for group in groups if group.disk is not None]
+        if any(disk.orders or disk.scanning or (disk.wanted and not disk.off) for disk in disks):
+            return False
         return not any(group.sent or group.copies or group.pool.quarantined for group in groups)
 
     def _until(self, what: str, done: Callable[[], bool]) -> None:

@@ -176,6 +176,7 @@ class Checker:
         assert not _some(blocks.indexed[written]), f"step {step.step_id} writes an indexed block"
         copies = step.copies.tolist()
         flying = self._flying.setdefault(group.epoch, deque())
+        touched += step.host_reads[0::4].tolist()
         flying.append((step.step_id, array("q", [*touched, *copies[0::3], *copies[1::3]])))
         if self._writers is not None:
             self._writers.planned(group, step)

@@ -104,8 +104,8 @@ def prefix_registered_early() -> list[Patch]:
     """Blocks are indexed when their step is sent, not when a worker has acknowledged it."""
     real = Scheduler._send
 
-    def send(self: Scheduler, group: Group, slots: Any, counts: Any, idle: int) -> Any:
-        step = real(self, group, slots, counts, idle)
+    def send(self: Scheduler, group: Group, slots: Any, *plan: Any) -> Any:
+        step = real(self, group, slots, *plan)
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])

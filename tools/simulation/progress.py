@@ -15,6 +15,7 @@ from kvforge.coordinator.core.cache.sequences import NO_POOL
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.requests.request import NO_SLOT, Request
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
+from kvforge.coordinator.core.waits import load_of
 from kvforge.protocol.messages import Step
 from tools.simulation.settings import Settings
 from tools.simulation.workers import Violation
@@ -99,10 +100,27 @@ class Progress:
         for request in waiting:
             if request.awaits_sibling or request.awaits_trial:
                 continue
+            if request.awaits_disk:
+                if not self._load_is_coming(request, now_us):
+                    raise Violation(f"request {request.id} waits for {request.wait}, which no order is going to end")
+                continue
             hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
             if isinstance(found, Placement) and (request.wait is None or request.wait.limit != "kept"):
                 raise Violation(f"request {request.id} waits for {request.wait}, but would find room")
+
+    def _load_is_coming(self, request: Request, now_us: int) -> bool:
+        """Return whether a load that the request waits for is in flight, and its time is not over."""
+        wait = request.wait
+        if wait is None or request.disk_until_us <= now_us:
+            return False
+        groups = [group for group in self._machine.cache.groups.values() if group.epoch == wait.group]
+        return any(
+            load_of(group.epoch, order.load) in wait.events
+            for group in groups
+            if group.disk is not None
+            for order in group.disk.orders.values()
+        )
 
     def _is_kept_for(self, request: Request) -> bool:
         """Return whether room is reserved for the request, without the side effect of choosing a group."""
@@ -193,7 +211,7 @@ class Progress:
     def started(self, request: Request) -> None:
         """Charge the tenant of a started request for what must be computed first."""
         s = self._machine.cache.sequences
-        self._charged[request.tenant] += int(s.length[request.slot] - s.computed[request.slot])
+        self._charged[request.tenant] += int(s.length[request.slot] - s.scheduled[request.slot])
 
     def added(self, queue: WaitingQueue, tenant: int, before: float) -> None:
         """Check that a tenant without work gets no credit when a request joins the queue."""

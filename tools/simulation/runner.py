@@ -19,11 +19,17 @@ from tools.simulation.actions import Action, ActionDrawer, text
 from tools.simulation.draws import Draws
 from tools.simulation.replay import OutputDigest
 from tools.simulation.settings import (
+    DISKS_SHARE,
+    DRAFTS_SHARE,
+    HOSTS_SHARE,
     STATES_SHARE,
     WINDOWS_SHARE,
     Settings,
     draw_settings,
     with_crashes,
+    with_disks,
+    with_drafts,
+    with_hosts,
     with_kinds,
     with_ranks,
     with_standstills,
@@ -51,19 +57,32 @@ class Outcome(msgspec.Struct):
     actions: list[Action]
 
 
-def drawn(seed: int, states: float = STATES_SHARE, windows: float = WINDOWS_SHARE) -> tuple[Settings, ActionDrawer]:
+def drawn(
+    seed: int,
+    states: float = STATES_SHARE,
+    windows: float = WINDOWS_SHARE,
+    drafts: float = DRAFTS_SHARE,
+    hosts: float = HOSTS_SHARE,
+    disks: float = DISKS_SHARE,
+) -> tuple[Settings, ActionDrawer]:
     """Return the settings and the action drawer of a seed.
 
     Args:
         seed: the seed.
         states: the share of models with a recurrent state.
         windows: the share of models with layers that have a sliding window.
+        drafts: the share of worlds in which workers propose drafts.
+        hosts: the share of worlds, among those with neither, in which workers have host files.
+        disks: the share of those in which workers have disk tiers too.
     """
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     settings = with_standstills(settings, Random(f"stands/{seed}"))
     settings = with_states(settings, Random(f"states/{seed}"), states)
     settings = with_windows(settings, Random(f"windows/{seed}"), windows)
+    settings = with_drafts(settings, Random(f"drafts/{seed}"), drafts)
+    settings = with_hosts(settings, Random(f"hosts/{seed}"), hosts)
+    settings = with_disks(settings, Random(f"disks/{seed}"), disks)
     return settings, ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 
@@ -73,9 +92,12 @@ def run_seed(
     check_every: int = FULL_CHECK_EVERY,
     states: float = STATES_SHARE,
     windows: float = WINDOWS_SHARE,
+    drafts: float = DRAFTS_SHARE,
+    hosts: float = HOSTS_SHARE,
+    disks: float = DISKS_SHARE,
 ) -> Outcome:
-    """Run a seed for about `events` events and to its end; `states` and `windows` are as in `drawn`."""
-    settings, drawer = drawn(seed, states, windows)
+    """Run a seed for about `events` events and to its end; the shares are as in `drawn`."""
+    settings, drawer = drawn(seed, states, windows, drafts, hosts, disks)
     return play(seed, settings, drawer.actions(), events, check_every)
 
 
@@ -122,15 +144,16 @@ def trace_seed(seed: int, events: int) -> list[str]:
         return world.trace
 
 
-def digest_seed(seed: int, events: int, windows: float = WINDOWS_SHARE) -> str:
+def digest_seed(seed: int, events: int, windows: float = WINDOWS_SHARE, hosts: float = HOSTS_SHARE) -> str:
     """Return one digest of all that leaves the core in a seed's world, independent of the core's structure.
 
     Args:
         seed: the seed.
         events: about how many events to run.
         windows: as in `drawn`.
+        hosts: as in `drawn`.
     """
-    settings, drawer = drawn(seed, windows=windows)
+    settings, drawer = drawn(seed, windows=windows, hosts=hosts)
     with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
         world.recording = left = OutputDigest()

@@ -16,6 +16,9 @@ DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # share of the worlds
 STATES_SHARE = WINDOWS_SHARE = 0.25
+DRAFTS_SHARE = HOSTS_SHARE = DISKS_SHARE = 0.0  # the worlds of known seeds have none
+DISK_WAIT_US = 20_000
+MEASURES_SHARE = 0.5  # of the worlds with drafts
 RANKS_SHARE = STANDS_SHARE = 0.3
 
 
@@ -42,7 +45,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         prompt_chunk: tokens of the chunks in which such a model computes prompts.
         checkpoint_tokens: distance of the checkpoints of such states.
         window: tokens that layers with a sliding window see; 0 for a model without such layers.
+        drafts: the most drafts of a row; 0 for none.
+        measures: workers report how long their steps took, so that few drafts may pay.
         window_pages: blocks with the KV of these layers for one block of tokens.
+        host_blocks: blocks of the host file of each worker; 0 for none.
+        writeback: blocks that a step writes back to it at most.
+        disk_blocks: blocks of the disk tier of each worker; 0 for none.
+        flip_share: share of the steps with host copies before which a bit of a block in the file flips.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
@@ -91,6 +100,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_tokens: int = 2048
     window: int = 0
     window_pages: int = 0
+    drafts: int = 0
+    measures: bool = True
+    host_blocks: int = 0
+    writeback: int = 0
+    disk_blocks: int = 0
+    flip_share: float = 0.0
     stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
@@ -154,6 +169,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             list_max=8,
             partial_tokens_min=self.partial_tokens_min,
             checkpoint_tokens=self.checkpoint_tokens,
+            host_writeback_blocks=self.writeback,
             policy=self.policy,
             samples_max=SAMPLES_MAX,
             ageing_us=self.ageing_us,
@@ -161,8 +177,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             deadline_max_us=self.deadline_max_us,
             lease_us=self.lease_us,
             step_timeout_us=self.step_timeout_us,
+            disk_wait_us=DISK_WAIT_US,
             decode_gap_us=self.decode_gap_us,
             crashes_max=self.crashes_max,
+            drafts_max=self.drafts,
             reattach_us=self.reattach_us,
             quotas=self.quotas,
             zero_on_tenant_change=self.zeroes,
@@ -285,6 +303,47 @@ def with_windows(settings: Settings, random: Random, share: float = WINDOWS_SHAR
         workers=tuple(count + held for count in settings.workers),
         quotas=ceilings,
     )
+
+
+def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds workers propose drafts, and steps and blocks have room for some.
+
+    Models with a recurrent state take none.
+    """
+    if random.random() >= share or settings.state_blocks:
+        return settings
+    rows = settings.step_rows_max + random.choice((1, 3, 8))
+    return msgspec.structs.replace(
+        settings,
+        drafts=random.choice((1, 2, 4, 8)),
+        measures=random.random() < MEASURES_SHARE,
+        block_size=max(settings.block_size, random.choice((3, 4, 8))),
+        sequences_max=settings.sequences_max + rows - settings.step_rows_max,
+        step_rows_max=rows,
+        step_tokens_max=max(settings.step_tokens_max, rows),
+    )
+
+
+def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds workers have host files, beside smaller pools."""
+    if random.random() >= share or settings.state_blocks or settings.window_pages or settings.ranks:
+        return settings
+    blocks = random.choice((1, 3, 8, 16, 40))
+    flips, writeback = random.choice((0.0, 0.2)), random.choice((0, 1, 4))
+    quotas = {
+        tenant: msgspec.structs.replace(quota, host_floor=random.choice((0, blocks // 3)), host_ceiling=ceiling)
+        for tenant, quota in settings.quotas.items()
+        for ceiling in (random.choice((0, max(1, blocks // 2))),)
+    }
+    shares = {"flip_share": flips, "writeback": writeback, "quotas": quotas}
+    return msgspec.structs.replace(settings, host_blocks=blocks, **shares)
+
+
+def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds with host files, workers have disk tiers too."""
+    if random.random() >= share or not settings.host_blocks:
+        return settings
+    return msgspec.structs.replace(settings, disk_blocks=random.choice((1, 4, 16, 60)))
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:

@@ -24,6 +24,10 @@ import numpy.typing as npt
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
     GENERATED,
+    MISSED_CHECKSUM,
+    NO_INT32,
+    DiskOrders,
+    DiskScan,
     ErrorInfo,
     Message,
     ModelInfo,
@@ -41,7 +45,10 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
+from tools.simulation.disk_tiers import SimulatedDisk, WrongOrder
+from tools.simulation.drafting import accepted, check_drafts, drafts_of, proposals, proposed
 from tools.simulation.draws import Draws
+from tools.simulation.host_files import Cells, HostFile, copies_of
 from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, Score, choose, fingerprint_of, poison, score_of, tops_of
 from tools.simulation.network import Clock, Connection, SimulatedPeers
 from tools.simulation.settings import Settings
@@ -57,6 +64,8 @@ ANSWERS_KEPT = 16  # more than the steps in flight
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
 PAGE = 10 * CONTEXT_MAX
+COPY_US = 40  # time of a host copy: of a block
+SPOILED = -2  # the position of KV that was not found on the host, and of what was computed from it
 
 
 class WorkerCrashed(Exception):
@@ -131,6 +140,17 @@ class KvMemory:
             self._positions[start : start + count] = positions
             self._put(target, page)
 
+    def cells(self, block: int) -> Cells:
+        """Return what a block holds."""
+        start = self._cell(block)
+        cells = slice(start, start + self.block_size)
+        return tuple(self._tokens[cells]), tuple(self._positions[cells])
+
+    def put_cells(self, block: int, cells: Cells) -> None:
+        """Fill a block with what another one held."""
+        start = self._cell(block)
+        self._tokens[start : start + self.block_size], self._positions[start : start + self.block_size] = cells
+
     def zero(self, blocks: npt.NDArray[np.int32]) -> None:
         """Clear the blocks, so that a later read of old contents is noticed."""
         for block in blocks.tolist():
@@ -186,6 +206,20 @@ class KvMemory:
             self._tokens[cell] = token
             self._positions[cell] = position + (page + 1) * PAGE
 
+    def spoil(self, ids: list[int], start: int, end: int) -> bool:
+        """Return whether a row attends to a block that was not found on the host; then what it writes is spoiled too.
+
+        Args:
+            ids: the row's block ids.
+            start: the first position that it writes.
+            end: the number of tokens.
+        """
+        cells = [self._cell(ids[p // self.block_size]) + p % self.block_size for p in range(end)]
+        spoiled = any(self._positions[cell] == SPOILED for cell in cells)
+        for cell in cells[start:] if spoiled else ():
+            self._positions[cell] = SPOILED
+        return spoiled
+
     def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
         """Read the tokens of a row at positions [0, end).
 
@@ -238,6 +272,7 @@ class Row:
         self.request_id, self.seed, self.generated = begin.request_id, begin.seed, begin.generated
         self.tops = begin.sampling.logprobs
         self.scores = begin.sampling.prompt_logprobs
+        self.drafts = begin.drafts
         self.last = -1
         self.failed = False
 
@@ -263,6 +298,10 @@ class SimulatedWorker:
         self.alive = False  # the process runs
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
+        count = host.settings.host_blocks
+        self._file = HostFile(name, count, host.settings.block_size) if count else None
+        blocks, random = host.settings.disk_blocks, Random(f"disk/{seed}/{name}")
+        self._disk = SimulatedDisk(blocks, random, host.settings.block_size) if blocks else None
 
     def replaced(self, back_after_us: int) -> None:
         """Restart the worker, which the coordinator takes for hung.
@@ -296,12 +335,18 @@ class SimulatedWorker:
         self._random = Draws(f"{self._seed}/{self.label}/{self.lives}")
         self.hangs = self.wrong = False
         self._boot, self._pools, self.meeting = "", 0, ""
+        if self._file is not None and self.lives > 1:
+            self._file.leave(self._unfinished, self._random)
+            self._file.reborn(self._random)
+        self._unfinished: list[list[int]] = []
         self._empty()
         self._connect()
 
     def _empty(self) -> None:
         """Drop all state and all steps."""
         self._pools += 1
+        if self._disk is not None:
+            self._disk.begin()
         self._epoch = self._last_step = 0
         self._rows: dict[int, Row] = {}
         self._steps: deque[Step] = deque()
@@ -355,6 +400,7 @@ class SimulatedWorker:
         if self.connection is not None:
             self.connection.cut()
         self.connection, self.alive = None, False
+        self._unfinished = [copy for step in self._steps for copy in copies_of(step.host_writes.tolist())]
         self._host.clock.after(back_after_us, self.start)
 
     def _send(self, message: Message) -> None:
@@ -375,8 +421,34 @@ class SimulatedWorker:
         elif isinstance(message, Rendezvous):
             self.meeting = message.name
             self._load()
+        elif isinstance(message, DiskScan | DiskOrders):
+            self._use_disk(message)
         elif isinstance(message, Refused | Stop):
             self.kill(RETRY_US)
+
+    def _use_disk(self, message: DiskScan | DiskOrders) -> None:
+        disk = self._disk
+        if disk is None:
+            raise Violation(f"{self.name} has no disk tier, but gets {type(message).__name__}")
+        if message.epoch != self._epoch:
+            raise Violation(f"{self.name} has epoch {self._epoch}, but an order for its disk is of {message.epoch}")
+        life = self.lives, self._pools
+        if isinstance(message, DiskScan):
+            self._send(disk.scan(message, self._epoch))
+            return
+        disk.take(message, self._host.clock.after, lambda number: self._disk_ended(life, number))
+
+    def _disk_ended(self, life: tuple[int, int], number: int) -> None:
+        if not self.alive or life != (self.lives, self._pools) or self.hangs:
+            return
+        assert self._disk is not None
+        assert self._file is not None
+        try:
+            result = self._disk.finish(number, self._file)
+        except WrongOrder as error:
+            raise Violation(f"{self.name}: {error}") from None
+        if result is not None and self._registered:
+            self._send(msgspec.structs.replace(result, epoch=self._epoch))
 
     def _pool_registered(self, message: PoolRegistered) -> None:
         if not self._epoch:
@@ -426,6 +498,10 @@ class SimulatedWorker:
             "window_pages": settings.window_pages,
             "window_blocks": settings.ring_blocks,
         }
+        pool |= {"drafts": settings.drafts}
+        if self._file is not None:
+            pool |= {"host_blocks": self._file.blocks, "host_identity": self._file.identity}
+            pool |= {"disk_blocks": self._disk.blocks if self._disk is not None else 0}
         self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -493,11 +569,14 @@ class SimulatedWorker:
             wrong = result.tokens + self._host.settings.vocabulary
             return StepResult(result.step_id, result.epoch, (), 0, result.slots, wrong, result.logprobs)
         if how == "missing" and result.tokens.size:
-            lost = int(result.top_counts[0]) if result.top_counts.size else 0
-            tops = (result.top_counts[1:], result.top_tokens[lost:], result.top_logprobs[lost:])
+            row = int(np.count_nonzero(result.slots == result.slots[0]))  # all tokens of the first row
+            lost = int(result.top_counts[:row].sum())
+            tops = (result.top_counts[row:], result.top_tokens[lost:], result.top_logprobs[lost:])
             names = ("slots", "tokens", "logprobs", "top_counts", "top_tokens", "top_logprobs")
-            short = (result.slots[1:], result.tokens[1:], result.logprobs[1:], *tops)
-            return msgspec.structs.replace(result, duration_us=0, **dict(zip(names, short, strict=True)))
+            short = (result.slots[row:], result.tokens[row:], result.logprobs[row:], *tops)
+            drafts = dict.fromkeys(("draft_slots", "draft_counts", "draft_tokens"), NO_INT32)
+            columns = dict(zip(names, short, strict=True)) | drafts
+            return msgspec.structs.replace(result, duration_us=0, **columns)
         if how == "step":
             return StepResult(result.step_id + 1, result.epoch)
         if how == "epoch":
@@ -505,10 +584,47 @@ class SimulatedWorker:
         return result
 
     def carry_out(self, step: Step, took_us: int) -> StepResult:
-        """Execute a step exactly as the message says: zeroing, copies, writes, sampling."""
+        """Execute a step exactly as the message says: host copies, zeroing, copies, writes, sampling."""
+        if not step.host_writes.size and not step.host_reads.size:
+            return self._computed(step, took_us)
+        copied, missed = self._host_copied(step)
+        result = msgspec.structs.replace(self._computed(step, took_us), host_copied=copied, host_missed=missed)
+        if not self._host.settings.measures:
+            return result
+        write_us, read_us = COPY_US * step.host_writes.size // 4, COPY_US * step.host_reads.size // 4
+        return msgspec.structs.replace(result, host_write_us=write_us, host_read_us=read_us)
+
+    def _host_copied(self, step: Step) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Copy blocks to the host, zero blocks, and copy blocks from the host.
+
+        Returns:
+            The host blocks, and those that were not found with their reasons.
+        """
+        memory, file = self._memory, self._file
+        if file is None:
+            raise Violation(f"{self.name} has no host file, but step {step.step_id} copies from or to it")
+        writes, reads = copies_of(step.host_writes.tolist()), copies_of(step.host_reads.tolist())
+        sources = [memory.cells(block) for block, *_ in writes]
+        for (_, host_block, low, high), cells in zip(writes, sources, strict=True):
+            file.write(host_block, (low, high), cells)
+        if step.zeros.size:
+            memory.zero(step.zeros)
+        missed: list[int] = []
+        file.flip(self._random, self._host.settings.flip_share)
+        for block, host_block, low, high in reads:
+            found = file.read(host_block, (low, high))
+            if host_block in file.flipped:
+                missed += [host_block, MISSED_CHECKSUM]
+                found = (0,) * memory.block_size, (SPOILED,) * memory.block_size
+            if found is None:
+                raise Violation(f"{self.name} step {step.step_id}: host block {host_block} has other content")
+            memory.put_cells(block, found)
+        return np.array([copy[1] for copy in (*writes, *reads)], np.int32), np.array(missed, np.int32)
+
+    def _computed(self, step: Step, took_us: int) -> StepResult:
         assert self._reader is not None
         memory, size = self._memory, self._host.settings.block_size
-        if step.zeros.size:
+        if step.zeros.size and not step.host_reads.size:
             memory.zero(step.zeros)
         if step.copies.size:
             memory.copy(step.copies)
@@ -516,6 +632,9 @@ class SimulatedWorker:
             self._rows[begin.slot] = Row(begin)
         if not step.slots.size:
             return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
+        settings = self._host.settings
+        if problem := check_drafts(step, list(self._steps), settings.drafts, settings.step_rows_max):
+            raise Violation(f"{self.name} step {step.step_id}: {problem}")
         starts, counts = step.starts.tolist(), step.counts.tolist()
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         table, _, _ = self._reader.rows(step.slots, -(-max(ends) // size))
@@ -523,17 +642,23 @@ class SimulatedWorker:
         tokens = self._resolved(step)
         memory.write(zip(rows, starts, ends, strict=True), tokens)
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
+        if settings.flip_share:
+            counting = [c and not memory.spoil(*row) for c, *row in zip(counting, rows, starts, ends, strict=True)]
         found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
         if self._host.settings.window_pages:
             self._through_windows(step, tokens, found, counting)
         if self._host.settings.state_blocks:
             self._advance_states(step, tokens, found, counting)
+        whole = found
+        if step.drafts.size:  # what is known; no rejected draft crashes or fails anything
+            ends = [end - drafted for end, drafted in zip(ends, drafts_of(step), strict=True)]
+            found = [text[:end] for text, end in zip(found, ends, strict=True)]
         bad = poison(self._host.settings.vocabulary)
         poisons = [tokens.count(bad) for tokens in found]
         if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
             raise WorkerCrashed
         fingerprints = list(map(fingerprint_of, found))
-        result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
+        result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us, whole)
         return self._scored(step, found, result) if step.scored.size else result
 
     def _through_windows(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
@@ -628,8 +753,9 @@ class SimulatedWorker:
         fingerprints: list[int],
         poisoned: list[bool],
         took_us: int,
+        whole: list[list[int]],
     ) -> StepResult:
-        slots, chosen, errors, tops = [], [], [], []
+        slots, chosen, errors, tops, drafts = [], [], [], [], dict[int, list[int]]()
         vocabulary = self._host.settings.vocabulary
         for i, slot in enumerate(step.slots.tolist()):
             row = self._rows[slot]
@@ -645,20 +771,29 @@ class SimulatedWorker:
                 row.failed = True
                 errors.append(RowError(slot, ErrorInfo("worker_error", "poison")))
             elif step.samples[i]:
-                row.last = choose(fingerprints[i], row.seed, row.generated, vocabulary)
-                row.generated += 1
-                slots.append(slot)
-                chosen.append(row.last)
-                tops.append(tops_of(row.last, row.tops, vocabulary))
+                if step.drafts.size:
+                    own = accepted(whole[i], ends[i], row.seed, row.generated, vocabulary)
+                else:
+                    own = [choose(fingerprints[i], row.seed, row.generated, vocabulary)]
+                row.last = own[-1]
+                row.generated += len(own)
+                slots += [slot] * len(own)
+                chosen += own
+                tops += [tops_of(token, row.tops, vocabulary) for token in own]
+                if row.drafts:
+                    oracle = self._host.oracle(row.request_id)
+                    drafts[slot] = proposed(oracle, row.generated, row.drafts, vocabulary, self._random)
         result = StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
             errors=tuple(errors),
-            duration_us=took_us,
+            duration_us=took_us if self._host.settings.measures else 0,
             slots=np.array(slots, np.int32),
             tokens=np.array(chosen, np.int32),
             logprobs=-np.array(chosen, np.float32),
         )
+        if columns := proposals(drafts):
+            result = msgspec.structs.replace(result, **columns)
         pairs = [pair for row_tops in tops for pair in row_tops]
         if not pairs:
             return result

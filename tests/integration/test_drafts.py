@@ -1,0 +1,119 @@
+"""Drafts in real processes: tokens and log-probabilities are those of a service without drafts, in fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvforge import Client, Request, SamplingParams
+from kvforge.client.results import Finished
+from tools.cluster.cluster import Cluster
+
+from .midway import stopped_midway
+from .shared import wait_empty
+
+DRAFTS = "[schedule]\ndrafts_max = 4\n"
+FEW = {7: 60.0, 11: 60.0, 13: 60.0}  # answers of three tokens repeat their prompts and themselves
+DOCUMENT = [7, 11, 13, 13, 11, 7, 7, 11, 13] * 4
+SAMPLINGS = [
+    SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=FEW),
+    SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=FEW, frequency_penalty=0.02, logprobs=3),
+    SamplingParams(temperature=1.0, seed=5, ignore_eos=True, logit_bias=FEW, logprobs=2),
+    SamplingParams(temperature=0.7, seed=6, ignore_eos=True, logit_bias=FEW, top_k=2, repetition_penalty=1.05),
+    SamplingParams(temperature=1.0, seed=7, ignore_eos=True, logit_bias=FEW, min_p=0.1, top_p=0.9),
+    SamplingParams(temperature=1.0, seed=8, ignore_eos=True),  # hardly a draft fits
+]
+NUMBERS = range(len(SAMPLINGS))
+TOKENS, WAIT_S = 90, 120.0
+
+
+def submitted(kv: Client, number: int, **changes: object) -> Finished:
+    sampling = replace(SAMPLINGS[number], **changes)  # type: ignore[arg-type]
+    return kv.submit([20 + number, *DOCUMENT], max_tokens=TOKENS, sampling=sampling).result(WAIT_S)
+
+
+def together(kv: Client, numbers: Sequence[int]) -> list[Finished]:
+    return [request.result(WAIT_S) for request in all_submitted(kv, numbers)]
+
+
+def all_submitted(kv: Client, numbers: Sequence[int]) -> list[Request]:
+    return [kv.submit([20 + number, *DOCUMENT], max_tokens=TOKENS, sampling=SAMPLINGS[number]) for number in numbers]
+
+
+def bits(found: Finished) -> tuple[object, ...]:
+    return found.tokens, found.logprobs, found.top_logprobs, found.reason
+
+
+def steps(kv: Client) -> int:
+    return kv.stats().pools[0].steps
+
+
+@pytest.fixture(scope="module")
+def want() -> list[Finished]:
+    """The answers of a service without drafts, one by one."""
+    with Cluster() as cluster:
+        kv = cluster.start("w0")
+        found = [submitted(kv, number) for number in NUMBERS]
+        assert steps(kv) >= TOKENS * len(SAMPLINGS)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(coordinator=DRAFTS) as cluster:
+        cluster.start("w0")
+        yield cluster
+
+
+@pytest.fixture
+def kv(cluster: Cluster) -> Iterator[Client]:
+    kv = cluster.client()
+    yield kv
+    wait_empty(kv)
+
+
+def test_answers_are_those_without_drafts_in_fewer_steps(kv: Client, want: list[Finished]) -> None:
+    before = steps(kv)
+    assert bits(submitted(kv, 0)) == bits(want[0])
+    taken = steps(kv) - before
+    assert taken <= 0.8 * TOKENS, "a step without an accepted draft has one token"
+    (worker,) = kv.health().workers
+    assert worker.drafts == 4
+    assert TOKENS - taken <= worker.accepted_total <= worker.drafted_total <= 4 * taken
+    for number in NUMBERS:
+        assert bits(submitted(kv, number)) == bits(want[number])
+    for mine, other in zip(together(kv, NUMBERS), want, strict=True):
+        assert bits(mine) == bits(other)
+
+
+def test_an_answer_ends_at_a_stop_token_among_accepted_drafts(kv: Client, want: list[Finished]) -> None:
+    for number in (0, 2):
+        tokens = list(want[number].tokens)
+        for stop in (7, 11, 13):
+            if stop in tokens:
+                found = submitted(kv, number, stop_tokens=(stop,))
+                assert list(found.tokens) == tokens[: tokens.index(stop) + 1]
+                assert found.reason == "stop"
+
+
+def test_a_worker_killed_among_drafts_changes_no_bit(want: list[Finished]) -> None:
+    with Cluster(coordinator=DRAFTS) as cluster:
+        kv = cluster.start("w0")
+        requests = stopped_midway(cluster, kv, lambda: all_submitted(kv, NUMBERS), TOKENS, "w0", begun=8)
+        cluster.kill("w0")
+        cluster.start_worker("w0")
+        for request, other in zip(requests, want, strict=True):
+            assert bits(request.result(WAIT_S)) == bits(other)
+        assert wait_empty(kv).requests.recomputed_tokens_total > 0
+
+
+def test_a_model_with_recurrent_states_is_served_without_drafts() -> None:
+    with Cluster(coordinator=DRAFTS, family="lfm2") as cluster:
+        kv = cluster.start("w0")
+        before = steps(kv)
+        found = submitted(kv, 0)
+        assert len(found.tokens) == TOKENS
+        assert steps(kv) - before >= TOKENS
+        assert (kv.health().workers[0].drafts, kv.health().workers[0].drafted_total) == (0, 0)

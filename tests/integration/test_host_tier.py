@@ -1,0 +1,114 @@
+"""The host tier with real processes: evicted prefixes come back with the same bits, also after the worker is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvforge import Client, Finished, SamplingParams
+from tools.cluster.cluster import Cluster
+
+from .shared import wait_empty
+
+BLOCKS, SIZE, TOKENS = 12, 16, 4
+PROMPTS = [[(7 * i + 13 * n) % 90 + 3 for i in range(9 * SIZE + 1)] for n in range(4)]
+CACHED = 9 * SIZE
+GREEDY = SamplingParams(temperature=0.0, logprobs=2)
+HOST_BYTES = 4 << 20
+KILLS = 3
+LONG = 160
+
+
+def settings(cluster: Cluster) -> str:
+    """Return the worker's settings: a host file in the cluster's folder."""
+    return f'host_bytes = {HOST_BYTES}\nhost_dir = "{cluster.folder}"\n'
+
+
+def restarted(cluster: Cluster, kv: Client, changed: str = "") -> None:
+    """Kill the worker, and start another one of its name."""
+    cluster.kill("w0")
+    cluster.start_worker("w0", settings(cluster), changed)
+    cluster.wait_workers(kv, 1)
+
+
+def serve(kv: Client, prompt: list[int]) -> Finished:
+    """Serve a prompt to its end."""
+    return kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY).result(60)
+
+
+def bits(result: Finished) -> tuple[object, ...]:
+    """Return everything that must not depend on where the KV came from."""
+    return result.tokens, result.logprobs, result.top_logprobs
+
+
+def found(results: list[Finished]) -> list[int]:
+    """Return how many prompt tokens each found."""
+    return [result.cached_tokens for result in results]
+
+
+# behaviours: an evicted prefix comes back with the same bits; a successor of a killed worker finds it; another layout
+# misses; a half-written block is never a hit
+def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies() -> None:
+    with Cluster(blocks=BLOCKS) as cluster:
+        cluster.start_coordinator()
+        cluster.start_worker("w0", settings(cluster))
+        kv = cluster.client()
+        kv.wait_ready(300)
+        whole = [serve(kv, prompt) for prompt in PROMPTS]
+        assert found(whole) == [0] * len(PROMPTS)
+        again = [serve(kv, prompt) for prompt in PROMPTS]
+        assert found(again) == [CACHED] * len(PROMPTS), "the pool holds one prompt, the file all"
+        assert list(map(bits, again)) == list(map(bits, whole))
+        (pool,) = wait_empty(kv).pools
+        assert pool.host_blocks == HOST_BYTES // pool.bytes_per_block and pool.host_loaded_total >= 3 * 9
+
+        restarted(cluster, kv)
+        after = [serve(kv, prompt) for prompt in PROMPTS[:3]]  # the last one was on the device alone
+        assert found(after) == [CACHED] * 3
+        assert list(map(bits, after)) == list(map(bits, whole[:3]))
+
+        for _ in range(KILLS):  # while blocks are copied in both directions
+            running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in 3 * PROMPTS]
+            next(iter(running[1]))
+            restarted(cluster, kv)
+            results = [request.result(120) for request in running]
+            assert list(map(bits, results)) == list(map(bits, 3 * whole))
+        (pool,) = wait_empty(kv).pools
+        assert pool.host_free + pool.host_cached == pool.host_blocks
+
+        (path,) = cluster.folder.glob("kvforge-host-*")
+        _damage_head(path)
+        restarted(cluster, kv)
+        other = [serve(kv, prompt) for prompt in PROMPTS[:2]]
+        assert found(other) == [0, 0] and list(map(bits, other)) == list(map(bits, whole[:2]))
+
+
+def _damage_head(path: Path) -> None:
+    """Change a byte of the file's layout, as if another model had written it."""
+    with path.open("r+b") as file:
+        file.seek(30)
+        byte = file.read(1)[0]
+        file.seek(30)
+        file.write(bytes([byte ^ 1]))
+
+
+# behaviour: the sequences of a killed worker go on from the host, with the same bits
+@pytest.mark.parametrize("writeback", [0, 8])
+def test_running_sequences_go_on_from_the_host_if_they_are_written_back(writeback: int) -> None:
+    with Cluster(blocks=64, coordinator=f"[cache]\nhost_writeback_blocks = {writeback}\n") as cluster:
+        cluster.start_coordinator()
+        cluster.start_worker("w0", settings(cluster))
+        kv = cluster.client()
+        kv.wait_ready(300)
+        whole = [kv.submit(prompt, max_tokens=LONG, sampling=GREEDY, cache_salt="whole") for prompt in PROMPTS[:2]]
+        expected = [bits(request.result(60)) for request in whole]
+        running = [kv.submit(prompt, max_tokens=LONG, sampling=GREEDY) for prompt in PROMPTS[:2]]
+        for request in running:
+            for _ in zip(range(LONG // 2), request, strict=False):
+                pass
+        restarted(cluster, kv)
+        assert [bits(request.result(120)) for request in running] == expected
+        computed = 2 * (CACHED + LONG // 2)
+        again = kv.stats().requests.recomputed_tokens_total
+        assert again >= computed if not writeback else 0 < again < computed // 2

@@ -1,0 +1,78 @@
+"""Worlds in which workers have host files: every promise is kept, and planted faults of the host tier are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvforge.coordinator.core.limits import Quota
+from tests.amount import examples
+from tools.simulation.actions import ActionDrawer
+from tools.simulation.draws import Draws
+from tools.simulation.faults import plant
+from tools.simulation.faults_of_hosts import FAULTS_OF_HOSTS
+from tools.simulation.runner import Outcome, digest_seed, drawn, play, run_seed
+from tools.simulation.settings import Settings
+
+EVENTS, SEEDS, SEEDS_MAX = 800, 12, 30
+# Small pools beside a large file, and steps that take long, so that many workers die with copies in flight.
+HOSTED = Settings(
+    block_size=2,
+    context_blocks=8,
+    sequences_max=12,
+    queue_max=12,
+    step_rows_max=6,
+    step_tokens_max=16,
+    steps_in_flight_max=3,
+    workers=(16,),
+    clients=3,
+    vocabulary=12,
+    host_blocks=48,
+    writeback=2,
+    quotas={"cat": Quota(host_ceiling=9)},
+    flip_share=0.2,
+    step_us=2000,
+    gap_us=100,
+    turn_us=20,
+    long_share=0.0,
+)
+LIKELY = {
+    "half_written_blocks_stay_entries": 16,
+    "entries_of_another_file_hit": 1,
+    "host_copies_left_out_of_repeated_steps": 6,
+    "damaged_host_entries_stay_hits": 1,
+}
+
+
+def run_hosted(seed: int) -> Outcome:
+    """Run the crowded world with actions drawn from the seed."""
+    return play(seed, HOSTED, ActionDrawer(HOSTED, Draws(f"hosted/{seed}")).actions(), EVENTS, check_every=4)
+
+
+def test_every_promise_is_kept() -> None:
+    for seed in range(examples(SEEDS)):
+        outcome = run_seed(seed, EVENTS, check_every=16, states=0.0, windows=0.0, hosts=1.0)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
+@pytest.mark.parametrize("seed", sorted({0, *LIKELY.values()}))
+def test_a_crowded_world_without_faults_passes(seed: int) -> None:
+    outcome = run_hosted(seed)
+    assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_HOSTS)
+def test_the_simulator_finds_a_planted_fault(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    with plant(name, FAULTS_OF_HOSTS):
+        for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
+            if run_hosted(seed).error:
+                break
+        else:
+            pytest.fail(f"{name} was not found in {SEEDS_MAX} seeds")
+    if seed != likely:
+        print(f'faster with LIKELY["{name}"] = {seed}')
+
+
+def test_worlds_without_host_files_stay_as_they_were() -> None:
+    seed = next(seed for seed in range(100) if not drawn(seed)[0].host_blocks and drawn(seed, hosts=1.0)[0].host_blocks)
+    assert digest_seed(seed, 200) == digest_seed(seed, 200, hosts=0.0) != digest_seed(seed, 200, hosts=1.0)

@@ -1,0 +1,79 @@
+"""Faults to plant in the disk tier: copies that are believed too early, of other content, or lost; see `faults`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvforge.coordinator.core.cache.disk_copies import DiskCopies, DiskOrder
+from kvforge.coordinator.core.cache.disk_tier import DiskTier
+from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.protocol.messages import DISK_DONE, DISK_READ, DISK_WRITE, DiskResults
+from tools.simulation.faults import Patch
+
+FAULTS_OF_DISKS: dict[str, Callable[[], list[Patch]]] = {}
+
+
+def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    """Register a fault under its function's name."""
+    FAULTS_OF_DISKS[make.__name__] = make
+    return make
+
+
+@fault
+def orders_that_failed_count() -> list[Patch]:
+    """Whatever the outcome of an order, its block counts as copied."""
+    ended = DiskCopies.ended
+
+    def believed(self: DiskCopies, message: DiskResults) -> list[int]:
+        results = message.results.reshape(-1, 3).copy()
+        results[:, 1:] = DISK_DONE, 0
+        return ended(self, DiskResults(message.epoch, results.reshape(-1)))
+
+    return [(DiskCopies, "ended", believed)]
+
+
+@fault
+def loads_believed_when_they_are_ordered() -> list[Patch]:
+    """A block counts as being in the host tier once its copy is ordered."""
+    order, filled = DiskCopies._order, HostTier.filled
+
+    def at_once(self: DiskCopies, new: DiskOrder) -> int:
+        if new.kind == DISK_READ:
+            filled(self._host, new.host)
+        return order(self, new)
+
+    def again(self: HostTier, node_id: int) -> None:
+        if not self.nodes[node_id].written:
+            filled(self, node_id)
+
+    return [(DiskCopies, "_order", at_once), (HostTier, "filled", again)]
+
+
+@fault
+def host_blocks_given_up_while_the_disk_reads_them() -> list[Patch]:
+    """An entry that is being written to the disk can give its host block to another one."""
+    order = DiskCopies._order
+
+    def unheld(self: DiskCopies, new: DiskOrder) -> int:
+        if new.kind == DISK_WRITE:
+            self._host._lru.add_oldest(new.host, self._host.nodes[new.host].owner)
+        return order(self, new)
+
+    return [(DiskCopies, "_order", unheld)]
+
+
+@fault
+def announced_entries_of_any_prefix() -> list[Patch]:
+    """An announced entry is taken at the place that it names, whatever is before it."""
+    adopt = DiskTier.adopt
+
+    def any_prefix(self: DiskTier, block: int, value: int, parent: int, first: bool, tokens: Any, hasher: Any) -> bool:
+        others = [node.value for node in self.nodes.values()]
+        if not first and others:
+            self._by_value.setdefault(parent, self._by_value[others[0]])
+        return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher)
+
+    return [(DiskTier, "adopt", any_prefix)]
