@@ -6,19 +6,22 @@
 
 Interactive requests come at random (Poisson) with their own prompts. The batch keeps `--lanes` requests of the lowest
 priority in flight, as `/v1/batches` does. Three sides take turns on one service: the interactive requests alone, the
-same beside the batch, and, before both, the batch alone. "ratio" divides beside by alone; the last column divides the
-tokens computed a second beside by those of the batch alone. Times are the client's.
+same beside the batch, which arrive at the same times, and, before both, the batch alone. "ratio" divides beside by
+alone; the last column divides the tokens computed a second beside by those of the batch alone. Times are the client's.
+The batch has a client process of its own, because its tokens would delay the others on their way.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -67,12 +70,13 @@ class Load:
     Args:
         streams: Where to submit.
         options: The command's.
-        seed: Of prompts and arrivals.
+        seed: Of arrivals, which all sides share.
+        at: Number of the side. Each has prompts of its own, so that none is cached.
     """
 
-    def __init__(self, streams: AsyncStreams, options: argparse.Namespace, seed: int) -> None:
+    def __init__(self, streams: AsyncStreams, options: argparse.Namespace, seed: int, at: int) -> None:
         self._streams, self._options = streams, options
-        self._draw = np.random.default_rng(seed)
+        self._draw, self._arrivals = np.random.default_rng((seed, at)), np.random.default_rng(seed)
         self.found = Measured()
         self._counts = False
 
@@ -111,16 +115,16 @@ class Load:
         """Let requests arrive."""
         own = self._options
         while True:
-            await asyncio.sleep(float(self._draw.exponential(1 / own.rate)))
+            await asyncio.sleep(float(self._arrivals.exponential(1 / own.rate)))
             task = asyncio.ensure_future(self.request(own.prompt, own.tokens, 0))
             running.add(task)
             task.add_done_callback(running.discard)
 
-    async def run(self, side: str) -> Measured:
-        """Run a side."""
+    async def run(self, lanes_count: int, interactive: bool) -> Measured:
+        """Run requests of a batch, or interactive ones."""
         running: set[asyncio.Task[None]] = set()
-        lanes = [asyncio.ensure_future(self.lane()) for _ in range(self._options.lanes if side != ALONE else 0)]
-        arrivals = [asyncio.ensure_future(self.interactive(running))] if side != BATCH else []
+        lanes = [asyncio.ensure_future(self.lane()) for _ in range(lanes_count)]
+        arrivals = [asyncio.ensure_future(self.interactive(running))] if interactive else []
         await asyncio.sleep(WARM_S)
         self._counts = True
         await asyncio.sleep(self._options.seconds)
@@ -135,6 +139,51 @@ class Load:
         return self.found
 
 
+async def batch(endpoint: str, options: argparse.Namespace, draws: tuple[int, int], parent: Connection) -> None:
+    """Run the batch; send whether it is connected, and then its tokens. draws: as `Load` takes them."""
+    async with AsyncClient(endpoint, timeout_s=READY_S, connect_timeout_s=READY_S) as client:
+        streams = AsyncStreams(client)
+        parent.send(True)
+        found = await Load(streams, options, *draws).run(options.lanes, interactive=False)
+        parent.send(found.tokens)
+        streams.close()
+
+
+def run_batch(endpoint: str, options: argparse.Namespace, draws: tuple[int, int], parent: Connection) -> None:
+    """Be the process of the batch."""
+    asyncio.run(batch(endpoint, options, draws, parent))
+
+
+@contextmanager
+def beside(endpoint: str, options: argparse.Namespace, draws: tuple[int, int]) -> Iterator[Connection]:
+    """Start the process of the batch; yield where its tokens arrive once it ends."""
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=run_batch, args=(endpoint, options, draws, its))
+    process.start()
+    its.close()  # so that its end is seen
+    try:
+        assert mine.recv(), "connected"
+        yield mine
+        process.join(READY_S)
+    finally:
+        process.kill()
+        process.join()
+
+
+async def measure_side(
+    endpoint: str, streams: AsyncStreams, side: str, options: argparse.Namespace, draws: tuple[int, int]
+) -> Measured:
+    """Measure one side once."""
+    load = Load(streams, options, *draws)
+    if side == ALONE:
+        return await load.run(0, interactive=True)
+    with beside(endpoint, options, draws) as process:
+        found = await load.run(0, interactive=side == BESIDE)
+        found.tokens += await asyncio.to_thread(process.recv)
+        return found
+
+
 async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measured]:
     """Measure the sides in turns."""
     found = {side: Measured() for side in (BATCH, ALONE, BESIDE)}
@@ -145,7 +194,7 @@ async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measu
             for at, (side, whole) in enumerate(found.items()):
                 if side == BATCH and repeat:
                     continue  # only before the first other request: afterwards batches leave room for the next one
-                one = await Load(streams, options, 10 * repeat + at).run(side)
+                one = await measure_side(endpoint, streams, side, options, (repeat, at))
                 whole.first_s += one.first_s
                 whole.gaps_s += one.gaps_s
                 whole.whole_s += one.whole_s

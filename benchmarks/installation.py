@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -51,13 +51,14 @@ class Installation:
         more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
         ranks: int = 1,
         groups: int = 1,
+        worker_command: Sequence[str] = ("kvforge.worker",),
     ) -> None:
         """context_tokens: the longest sequence; blocks: size of the pool; schedule, limits: settings of those sections.
         more: other sections of the coordinator's, for an installation in a folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
         ranks: processes of a worker, each on a device of its own where there are GPUs. groups: workers of so many
-        ranks.
+        ranks. worker_command: the module of a worker, and the arguments before its own.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-bench-"))
         self.runtime = self.folder / "r"
@@ -85,7 +86,7 @@ class Installation:
         }
         settings: Mapping[str, Value] = tiny if worker is None else worker
         place: dict[str, Value] = {"runtime_dir": runtime, "load_format": "dummy"}
-        self.children = [self._child("coordinator", "coordinator", coordinator, temporary)]
+        self.children = [self._child(("kvforge.coordinator",), "coordinator", coordinator, temporary)]
         for number in range(groups * ranks):
             group, rank = divmod(number, ranks)
             own: dict[str, Value] = {"name": f"w{group}"}
@@ -94,15 +95,13 @@ class Installation:
             if groups * ranks > 1 and settings.get("device") != "cpu":
                 own["device_index"] = number
             file = toml({**place, **settings, **own}, {})
-            self.children.append(self._child("worker", f"worker{number or ''}", file, temporary))
+            self.children.append(self._child(worker_command, f"worker{number or ''}", file, temporary))
 
-    def _child(self, module: str, name: str, config: str, temporary: Path) -> Child:
+    def _child(self, command: Sequence[str], name: str, config: str, temporary: Path) -> Child:
         file = self.folder / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         # The child ends with this process, even if this process is killed.
-        return Child(
-            name, ["-m", f"kvforge.{module}", "--config", str(file)], temporary, print, self.folder / f"{name}.log"
-        )
+        return Child(name, ["-m", *command, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
 
     def log_of(self, name: str) -> str:
         """Return the log so far of the named process ("coordinator", "worker", other ranks and workers "worker1")."""

@@ -41,10 +41,10 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     return found
 
 
-def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any, Any, Any]:
+def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0, drafts: int = 0) -> tuple[Any, Any, Any]:
     """Return device, model with dummy weights, and runner with captured graphs for the plan's batches.
 
-    rows_min, tokens_min: additional capacity for this many rows of this many tokens.
+    rows_min, tokens_min: additional capacity for this many rows of this many tokens. drafts: the most of one row.
     """
     import torch
 
@@ -70,7 +70,7 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any
             tensor.normal_()  # equal numbers would use less power, and a GPU at its power limit would run faster
         else:
             tensor.view(torch.int8).random_(-100, 100)
-    limits = _Limits(rows, plan.step_tokens, rows, width)
+    limits = _Limits(rows, plan.step_tokens, rows, width, drafts)
     runner = make_runner(model, pool, limits, rows)  # type: ignore[arg-type]  # the fields of a welcome that it reads
     started = monotonic()
     if runner.graphs is not None:
@@ -96,6 +96,7 @@ class _Limits:
     step_tokens_max: int
     step_rows_max: int
     blocks_per_sequence_max: int
+    drafts_max: int = 0
 
 
 def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], Any]]:

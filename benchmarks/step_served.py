@@ -47,7 +47,7 @@ def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0, groups: int = 1
     worker |= {"determinism": plan.determinism, **dict(plan.worker)}
     if plan.tiny:
         worker |= {"device": "cpu", "dtype": "float32", "threads": 1, "graphs": "on"}
-        worker["blocks"] = rows * plan.context_max // BLOCK_SIZE
+        worker.setdefault("blocks", rows * plan.context_max // BLOCK_SIZE)
     return Installation(
         context_tokens=max(plan.context_max, tokens_min),
         blocks=1 << 20,

@@ -1,0 +1,259 @@
+"""Tokens per second with and without drafts by lookup, and the time of a step that verifies drafts.
+
+    python -m benchmarks.drafts --gpu [--model llama-3.1-8b] [--json FILE]
+    python -m benchmarks.drafts [--model smollm2-135m] [--threads 1] [--json FILE]
+
+Two services with the same dummy weights, with and without drafts (a coordinator, a worker and this client as
+processes), replay the answers of `benchmarks.drafts_tasks`: the sampler of `benchmarks.drafts_worker` is made to
+choose the recorded tokens, so that answers repeat their prompts as those of the task do, and not as dummy weights
+would. Rounds alternate between the services; the idle one sleeps. Prompts are cached by a round that is not counted.
+The throughput is the tokens of all answers over the time from their submission to the last end; the medians of the
+rounds are compared. Tokens and log-probabilities must be equal on both services.
+
+The task `again` has other requests in each round, and runs alone: requests are drafted from those of earlier rounds
+there, and in the other tasks from themselves alone, because each round repeats the same answers.
+
+Before that, a worker's runner alone times steps of one row beside steps of one row and 4 drafts, one at a time and in
+alternation, at the same length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvforge import Client, SamplingParams
+
+from .drafts_tasks import TASKS, Task, make
+from .drafts_worker import FIRST_SEED
+from .installation import Installation
+from .report import report
+from .step_plan import BLOCK_SIZE, Plan
+from .step_served import wait_ready
+
+WAIT_S = 600.0
+AGAIN = TASKS[-1]
+VERIFIED = 4  # drafts of the verification step
+VERIFY_S = 300
+STEPS, WARM = 60, 10
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+class Round(NamedTuple):
+    """What one round measured.
+
+    Attributes:
+        speed: Tokens per second.
+        steps: Steps of the worker.
+        drafted: Drafted tokens that steps verified.
+        accepted: Those that became tokens.
+        answers: The tokens and log-probabilities of each request.
+    """
+
+    speed: float
+    steps: int
+    drafted: int
+    accepted: int
+    answers: list[Answer]
+
+
+class Service:
+    """A coordinator with a worker, through a client."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the worker's steps, the drafts that they verified, and how many became tokens."""
+        (worker,) = self._client.health().workers
+        return self._client.stats().pools[0].steps, worker.drafted_total, worker.accepted_total
+
+    def run(self, task: Task, first_seed: int, requests: int, tokens: int = 0, first: int = 0) -> Round:
+        """Run the requests [first, first + requests) of a task together. tokens: the most of an answer; 0: all."""
+        before, begin = self.counts(), perf_counter()
+        prompts, recorded = (each[first : first + requests] for each in (task.prompts, task.answers))
+        pending = [
+            self._client.submit(
+                prompt,
+                max_tokens=tokens or len(answer),
+                sampling=SamplingParams(temperature=0.0, ignore_eos=True, seed=first_seed + first + number),
+            )
+            for number, (prompt, answer) in enumerate(zip(prompts, recorded, strict=True))
+        ]
+        found = [request.result(WAIT_S) for request in pending]
+        spent_s = perf_counter() - begin
+        answers = [(tuple(each.tokens), tuple(each.logprobs)) for each in found]
+        for (got, _), want in zip(answers, recorded, strict=True):
+            assert list(got) == want[: len(got)], "an answer is not the recorded one"
+        steps, drafted, accepted = (now - then for now, then in zip(self.counts(), before, strict=True))
+        return Round(sum(len(got) for got, _ in answers) / spent_s, steps, drafted, accepted, answers)
+
+
+def verification(options: argparse.Namespace) -> dict[str, float]:
+    """Return the median milliseconds of a step of one row, and of one with VERIFIED drafts, with the runner alone."""
+    from kvforge.protocol.messages import GENERATED, RowStart, Step
+    from kvforge.protocol.messages import SamplingParams as WireSampling
+
+    from .step_runner import open_runner
+
+    plan = Plan(
+        options.model, (1, 1 + VERIFIED), options.prompt, 1, 256, not options.gpu, determinism="batch-invariant"
+    )
+    _, model, runner = open_runner(plan, drafts=VERIFIED)
+    table = np.arange(plan.context_max // BLOCK_SIZE, dtype=np.int32)[None]
+    one, mark = np.ones(1, np.int32), GENERATED * model.wants_kinds
+    start = RowStart(slot=0, request_id=1, sampling=WireSampling(temperature=0.0), seed=1)
+    took: dict[int, list[float]] = {0: [], VERIFIED: []}
+    for number in range(2 * (WARM + STEPS)):
+        drafts = VERIFIED * (number % 2)
+        step = Step(
+            number,
+            begins=(start,),
+            slots=0 * one,
+            starts=(options.prompt - 1) * one,
+            counts=(1 + drafts) * one,
+            samples=one,
+            tokens=np.full(1 + drafts, 5 + mark, np.int32),
+            drafts=drafts * one,
+        )
+        begin = perf_counter()
+        outcome = runner.finish(runner.launch(step, table))
+        if number >= 2 * WARM:
+            took[drafts].append((perf_counter() - begin) * 1e3)
+        assert not outcome.errors, outcome.errors
+    return {"one_row_ms": median(took[0]), "drafts_ms": median(took[VERIFIED])}
+
+
+def other_process(options: argparse.Namespace) -> dict[str, float]:
+    """Return what `verification` finds in a process of its own: its memory is free afterwards."""
+    command = [sys.executable, "-m", "benchmarks.drafts", "--verification", "--model", options.model]
+    command += ["--prompt", str(options.prompt), *(["--gpu"] if options.gpu else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=VERIFY_S, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def installation(options: argparse.Namespace, drafts: int, answers: Path) -> Installation:
+    """Return a service that replays answers, with at most so many drafts."""
+    rows = max(options.batch)
+    context = 2 * options.prompt + options.tokens + 64
+    blocks = len(TASKS) * rows * -(-context // BLOCK_SIZE) + 64
+    worker: dict[str, Any] = {"model": options.model, "blocks": blocks}
+    if not options.gpu:
+        worker |= {"device": "cpu", "dtype": "float32", "threads": options.threads}
+    schedule = {"drafts_max": drafts, "draft_rows_max": options.draft_rows, "step_tokens_max": 2048}
+    schedule |= {"drafts_shared": AGAIN in options.tasks}
+    return Installation(
+        context_tokens=context,
+        blocks=blocks,
+        schedule=schedule,
+        sequences=max(64, rows),
+        worker=worker,
+        worker_command=("benchmarks.drafts_worker", str(answers)),
+    )
+
+
+def measure(
+    services: dict[str, Service], task: Task, first_seed: int, batch: int, firsts: list[int]
+) -> tuple[dict[str, list[float]], dict[str, Round]]:
+    """Return the speeds of the rounds and the last round of each service.
+
+    Args:
+        services: The services by name.
+        task: The task.
+        first_seed: The seed of its first request.
+        batch: Requests of a round.
+        firsts: The first request of each round, before that the first of the round that is not counted.
+    """
+    speeds: dict[str, list[float]] = {name: [] for name in services}
+    last: dict[str, Round] = {}
+    for service in services.values():  # one token caches prompts that come again
+        service.run(task, first_seed, batch, tokens=0 if firsts[0] != firsts[1] else 1, first=firsts[0])
+    for number, first in enumerate(firsts[1:]):
+        for name in reversed(services) if number % 2 else services:
+            last[name] = services[name].run(task, first_seed, batch, first=first)
+            speeds[name].append(last[name].speed)
+        assert last["with"].answers == last["without"].answers, "drafts have changed an answer"
+    return speeds, last
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.drafts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true", help="on a GPU; otherwise on the CPU in float32")
+    parser.add_argument("--model", default="", help="a shape that ships with kvforge, or a folder")
+    parser.add_argument("--drafts", type=int, default=8, help="schedule.drafts_max [8]")
+    parser.add_argument("--draft-rows", type=int, default=64, help="schedule.draft_rows_max [64]")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="requests that run together [1 16]")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS[:-1]))
+    parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, about")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker on the CPU [1]")
+    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--verification", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.model = options.model or ("llama-3.1-8b" if options.gpu else "smollm2-135m")
+    if options.verification:
+        print(json.dumps(verification(options)))
+        return 0
+    verified = other_process(options)
+    share = verified["drafts_ms"] / verified["one_row_ms"]
+    print(f"1 row: {verified['one_row_ms']:.3f} ms, 1 + {VERIFIED} rows: {verified['drafts_ms']:.3f} ms, {share:.3f} x")
+    if AGAIN in options.tasks and len(options.tasks) > 1:
+        parser.error(f"the task {AGAIN} runs alone: other tasks repeat their answers, and would be drafted from those")
+    rounds = 1 + options.rounds
+    is_new = options.tasks == [AGAIN]  # other requests in each round
+    requests = rounds * sum(options.batch) if is_new else max(options.batch)
+    tasks = {name: make(name, requests, options.prompt, options.tokens) for name in options.tasks}
+    rows: list[list[object]] = []
+    results: dict[str, Any] = {"verification": verified, "tasks": []}
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers.npy"
+        table = np.zeros((len(tasks) * requests, options.tokens), np.int64)
+        for at, answer in enumerate(answer for task in tasks.values() for answer in task.answers):
+            table[at, : len(answer)] = answer
+        np.save(answers, table)
+        services: dict[str, Service] = {}
+        with installation(options, 0, answers) as off, installation(options, options.drafts, answers) as on:
+            for name, place in (("without", off), ("with", on)):
+                client = Client(place.endpoint, timeout_s=WAIT_S, connect_timeout_s=60.0)
+                wait_ready(client, place)
+                services[name] = Service(client)
+            for index, (name, task) in enumerate(tasks.items()):
+                for batch in options.batch:
+                    seed = FIRST_SEED + index * requests
+                    before = rounds * sum(options.batch[: options.batch.index(batch)])
+                    firsts = [before + number * batch if is_new else 0 for number in range(rounds)]
+                    speeds, last = measure(services, task, seed, batch, firsts)
+                    without, drafted = (median(speeds[side]) for side in ("without", "with"))
+                    counts = {side: each.steps for side, each in last.items()}
+                    used = last["with"]
+                    results["tasks"].append(
+                        {"task": name, "batch": batch, "tokens_per_s": speeds, "steps": counts}
+                        | {"drafted": used.drafted, "accepted": used.accepted}
+                    )
+                    cells = [f"{without:.1f}", f"{drafted:.1f}", f"{drafted / without:.2f} x"]
+                    rows.append([name, batch, *cells, *counts.values(), f"{used.accepted} of {used.drafted}"])
+                    print(*rows[-1], file=sys.stderr, flush=True)
+    header = ["task", "requests", "tokens/s without", "with drafts", "gain", "steps without", "steps with", "accepted"]
+    where = "GPU" if options.gpu else f"CPU, {options.threads} threads a worker"
+    title = (
+        f"drafts by lookup, up to {options.drafts} tokens, replayed answers, {options.model}, dummy weights, {where}"
+    )
+    report(title, header, rows, results, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
