@@ -36,6 +36,7 @@ from .snapshot import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, MetricsSnapshot,
 STATES = ("connecting", "loading", "ready", "away")
 BLOCK_STATES = ("free", "cached", "referenced", "quarantined")
 ENDS = ("tenant", "reason")
+MISSES = ("tag", "checksum")
 
 
 def _one(name: str, scale: float = 1) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
@@ -84,6 +85,33 @@ def _kinds(snapshot: MetricsSnapshot) -> Iterable[Sample]:
         found[kv] = count["blocks"] - count["free"] - sum(found.values())
         samples += [((worker.name, kind), found[kind]) for kind in BLOCK_KINDS]
     return samples
+
+
+def _tier_blocks(tier: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    def blocks(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+        samples: list[Sample] = []
+        for worker, cells in snapshot.workers():
+            count = dict(zip(POOL_COUNTS, cells.tolist(), strict=False))
+            found = {state: count[f"{tier}_{state}"] for state in BLOCK_STATES if state != "referenced"}
+            found["referenced"] = count[f"{tier}_blocks"] - sum(found.values())
+            samples += [((worker.name, state), found[state]) for state in BLOCK_STATES]
+        return samples
+
+    return blocks
+
+
+def _moved_bytes(column: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    at = POOL_COUNTS.index(column)
+    return lambda snapshot: [
+        ((worker.name,), int(cells[at]) * worker.block_bytes) for worker, cells in snapshot.workers()
+    ]
+
+
+def _misses(tier: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    at = {reason: POOL_COUNTS.index(f"{tier}_missed_{reason}s") for reason in MISSES}
+    return lambda snapshot: [
+        ((worker.name, reason), int(cells[at[reason]])) for worker, cells in snapshot.workers() for reason in MISSES
+    ]
 
 
 def _memory(snapshot: MetricsSnapshot) -> Iterable[Sample]:
@@ -143,6 +171,18 @@ _GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tu
         "a sliding window).",
         _kinds,
         ("worker", "kind"),
+    ),
+    (
+        "host_blocks",
+        "Blocks of the worker's host file by state: free, cached, referenced, quarantined.",
+        _tier_blocks("host"),
+        ("worker", "state"),
+    ),
+    (
+        "disk_blocks",
+        "Blocks of the worker's disk tier by state: free, cached, referenced, quarantined.",
+        _tier_blocks("disk"),
+        ("worker", "state"),
     ),
     ("tenant_blocks", "Blocks that a tenant is charged for, cached ones included.", _tenant_blocks, _T),
     ("block_bytes", "Bytes of one block.", _block_bytes, _W),
@@ -211,7 +251,69 @@ _COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], 
     ),
     ("blocks_allocated", "Blocks allocated since the worker registered.", _by_worker("allocated"), _W),
     ("blocks_freed", "Blocks freed since the worker registered.", _by_worker("freed"), _W),
+    ("host_saved_blocks", "Blocks copied to the worker's host file.", _by_worker("host_saved"), _W),
+    ("host_loaded_blocks", "Blocks copied from the worker's host file.", _by_worker("host_loaded"), _W),
+    ("host_saved_bytes", "Bytes copied to the worker's host file.", _moved_bytes("host_saved"), _W),
+    ("host_loaded_bytes", "Bytes copied from the worker's host file.", _moved_bytes("host_loaded"), _W),
+    (
+        "host_hit_tokens",
+        "Tokens of prefixes that came from the worker's host file; kvforge_prefix_hit_tokens_total includes those of "
+        "first look-ups.",
+        _by_worker("host_hit_tokens"),
+        _W,
+    ),
+    (
+        "host_evicted_blocks",
+        "Entries of the worker's host file that gave their block to another.",
+        _by_worker("host_evicted"),
+        _W,
+    ),
+    (
+        "host_unsaved_blocks",
+        "Blocks that the pool evicted, for which the worker's host file had no place.",
+        _by_worker("host_unsaved"),
+        _W,
+    ),
+    (
+        "host_misses",
+        "Blocks of the worker's host file that did not hold what was expected, by what differed: tag, checksum.",
+        _misses("host"),
+        ("worker", "reason"),
+    ),
+    ("disk_recovered_blocks", "Entries that the worker found on its disk.", _by_worker("disk_recovered"), _W),
+    ("disk_saved_blocks", "Blocks copied to the worker's disk tier.", _by_worker("disk_saved"), _W),
+    ("disk_loaded_blocks", "Blocks copied from the worker's disk tier.", _by_worker("disk_loaded"), _W),
+    ("disk_saved_bytes", "Bytes copied to the worker's disk tier.", _moved_bytes("disk_saved"), _W),
+    ("disk_loaded_bytes", "Bytes copied from the worker's disk tier.", _moved_bytes("disk_loaded"), _W),
+    (
+        "disk_evicted_blocks",
+        "Entries of the worker's disk tier that gave their block to another.",
+        _by_worker("disk_evicted"),
+        _W,
+    ),
+    (
+        "disk_unsaved_blocks",
+        "Blocks that left the worker's host file before its disk tier could take them.",
+        _by_worker("disk_unsaved"),
+        _W,
+    ),
+    (
+        "disk_failed_copies",
+        "Copies of the worker's disk tier that ended with an error of the device, or for lack of space.",
+        _by_worker("disk_failed"),
+        _W,
+    ),
+    ("disk_late_requests", "Requests that stopped waiting for the worker's disk tier.", _by_worker("disk_late"), _W),
+    (
+        "disk_misses",
+        "Blocks of the worker's disk tier that did not hold what was expected, by what differed: tag, checksum.",
+        _misses("disk"),
+        ("worker", "reason"),
+    ),
     ("steps", "Steps sent to workers.", _one("steps_total"), ()),
+    ("drafts", "Times that a request had drafts in a step.", _one("drafts_total"), ()),
+    ("drafted_tokens", "Drafted tokens that steps verified.", _one("drafted_tokens_total"), ()),
+    ("accepted_drafts", "Drafted tokens that became tokens of answers.", _one("accepted_drafts_total"), ()),
     ("workers_registered", "Workers that became ready.", _one("workers_registered_total"), ()),
     (
         "workers_returned",

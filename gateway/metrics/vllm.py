@@ -11,6 +11,7 @@ from kvforge.protocol.meters import (
     FIRST_TOKEN,
     GAP,
     HIT,
+    POOL_COUNTS,
     PREEMPTED,
     PREFILL,
     PREFILLED,
@@ -38,8 +39,28 @@ def _count(cell: int) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda snapshot: [(_labels(snapshot), int(snapshot.all[cell]))]
 
 
+def _gauge(name: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    return lambda snapshot: [(_labels(snapshot), snapshot.gauges[name])]
+
+
 def _spread(what: Distribution, scale: float = MICRO) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     return lambda snapshot: [(_labels(snapshot), buckets(snapshot.all, what, scale))]
+
+
+def _moved(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    """Bytes between pools and host files."""
+    return [
+        (
+            (*_labels(snapshot), direction),
+            sum(int(cells[POOL_COUNTS.index(column)]) * worker.block_bytes for worker, cells in snapshot.workers()),
+        )
+        for direction, column in (("GPU_to_CPU", "host_saved"), ("CPU_to_GPU", "host_loaded"))
+    ]
+
+
+def _found(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    at = POOL_COUNTS.index("host_hit_tokens")
+    return [(_labels(snapshot), sum(int(cells[at]) for _, cells in snapshot.workers()))]
 
 
 def _success(snapshot: MetricsSnapshot) -> Iterable[Sample]:
@@ -61,7 +82,28 @@ VLLM = (
     ),
     _metric("prefix_cache_queries_total", COUNTER, "kvforge_prefix_queried_tokens_total", _count(QUERIED)),
     _metric("prefix_cache_hits_total", COUNTER, "kvforge_prefix_hit_tokens_total", _count(HIT)),
+    _metric("external_prefix_cache_hits_total", COUNTER, "kvforge_host_hit_tokens_total", _found),
+    _metric(
+        "kv_offload_total_bytes_total",
+        COUNTER,
+        "kvforge_host_saved_bytes_total and kvforge_host_loaded_bytes_total",
+        _moved,
+        "transfer_type",
+    ),
     _metric("num_preemptions_total", COUNTER, "kvforge_preemptions_total", _count(PREEMPTED)),
+    _metric("spec_decode_num_drafts_total", COUNTER, "kvforge_drafts_total", _gauge("drafts_total")),
+    _metric(
+        "spec_decode_num_draft_tokens_total",
+        COUNTER,
+        "kvforge_drafted_tokens_total",
+        _gauge("drafted_tokens_total"),
+    ),
+    _metric(
+        "spec_decode_num_accepted_tokens_total",
+        COUNTER,
+        "kvforge_accepted_drafts_total",
+        _gauge("accepted_drafts_total"),
+    ),
     _metric("prompt_tokens_total", COUNTER, "kvforge_prefilled_tokens_total", _count(PREFILLED)),
     _metric(
         "generation_tokens_total",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvforge.protocol.messages import Health, RequestList, RequestRow, Stats, TenantStats
 
 from .disconnected_workers import DisconnectedWorker
@@ -19,6 +21,8 @@ SHARES = (50, 40, 10)  # rows for waiting, running and ended requests; unused ro
 POOL = (
     "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
     "bytes_per_block", "kv_dtype", "live_tokens", "sequences", "state_blocks", "checkpoint_blocks", "window_blocks",
+    "host_blocks", "host_cached", "host_saved_total", "host_loaded_total", "host_missed_tags_total",
+    "host_missed_checksums_total",
 )  # fmt: skip
 Document = dict[str, Any]
 
@@ -26,7 +30,7 @@ Document = dict[str, Any]
 def pools(stats: Stats) -> list[Document]:
     """Return the pools, ordered by the names of their workers."""
     ordered = sorted(stats.pools, key=lambda pool: by_name(pool.worker))[:WORKERS_MAX]
-    return [{name: getattr(pool, name) for name in POOL} for pool in ordered]
+    return [{name: getattr(pool, name) for name in POOL} | {"disk": msgspec.to_builtins(pool.disk)} for pool in ordered]
 
 
 def by_name(name: str) -> tuple[int, str]:

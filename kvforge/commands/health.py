@@ -60,6 +60,9 @@ def _show(health: Health) -> None:
         print(f"  {worker.title}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         printing.print_device_bytes(worker)
         printing.print_kernels(worker)
+        printing.print_drafts(worker)
+        printing.print_host_tier(worker)
+        printing.print_disk_tier(worker)
     for name, how in health.gone.items():
         print(f"  {name}  {how}")
 

@@ -60,6 +60,34 @@ def print_device_bytes(worker: WorkerHealth) -> None:
         print(f"    device memory: {parts}")
 
 
+def print_drafts(worker: WorkerHealth) -> None:
+    """Print how many tokens a worker drafts, and how many were right, if it drafts any."""
+    if not worker.drafts:
+        return
+    found = "none verified yet"
+    if worker.drafted_total:
+        percent = 100 * worker.accepted_total / worker.drafted_total
+        found = f"{worker.accepted_total} of {worker.drafted_total} accepted ({percent:.0f} %)"
+    print(f"    drafts: at most {worker.drafts} for a request in a step; {found}")
+
+
+def print_host_tier(worker: WorkerHealth) -> None:
+    """Print the use of a worker's host file, if it has one."""
+    if worker.host_blocks:
+        moved = f"{worker.host_saved_total} saved, {worker.host_loaded_total} loaded, {worker.host_missed_total} missed"
+        print(f"    host tier: {worker.host_cached} of {worker.host_blocks} blocks cached; {moved}")
+
+
+def print_disk_tier(worker: WorkerHealth) -> None:
+    """Print the use of a worker's disk tier, if it has one."""
+    disk = worker.disk
+    if disk is None:
+        return
+    missed = disk.missed_tags_total + disk.missed_checksums_total
+    moved = f"{disk.saved_total} saved, {disk.loaded_total} loaded, {missed} missed, {disk.failed_total} failed"
+    print(f"    disk tier{' (off)' if disk.off else ''}: {disk.cached} of {disk.blocks} blocks cached; {moved}")
+
+
 def print_kernels(worker: WorkerHealth) -> None:
     """Print the kernels that a worker uses, and why others are not used."""
     for what, kernel in worker.kernels.items():

@@ -5,10 +5,24 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvforge.protocol.messages import RequestStats, Stats
+from kvforge.protocol.messages import DiskStats, RequestStats, Stats
 
 from . import parsing, printing
 
+HOST_STATES = ("blocks", "free", "cached", "quarantined")
+HOST_HEAD = ("host tier", *HOST_STATES, "saved", "loaded", "evicted", "unsaved", "missed", "swapped")
+DISK_HEAD = (
+    "disk tier",
+    *HOST_STATES,
+    "recovered",
+    "saved",
+    "loaded",
+    "evicted",
+    "unsaved",
+    "missed",
+    "failed",
+    "late",
+)
 HEAD = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
 
 
@@ -54,6 +68,30 @@ def show(stats: Stats) -> None:
         head = (*HEAD, "states", "checkpoints", "windows")
         rows = [(*row, *more) for row, more in zip(rows, kinds, strict=True)]
     printing.print_table(head, rows) if rows else print("no pools: no worker is ready")
+    hosts = [
+        (
+            pool.worker,
+            pool.host_blocks,
+            pool.host_free,
+            pool.host_cached,
+            pool.host_quarantined,
+            pool.host_saved_total,
+            pool.host_loaded_total,
+            pool.host_evicted_total,
+            pool.host_unsaved_total,
+            pool.host_missed_tags_total + pool.host_missed_checksums_total,
+            f"{pool.host_swapped_total} of {pool.host_swapped_total + pool.host_unswapped_total}",
+        )
+        for pool in stats.pools
+        if pool.host_blocks
+    ]
+    if hosts:
+        print()
+        printing.print_table(HOST_HEAD, hosts)
+    disks = [(pool.worker, pool.disk) for pool in stats.pools if pool.disk is not None]
+    if disks:
+        print()
+        printing.print_table(DISK_HEAD, [_disk_row(worker, disk) for worker, disk in disks])
     print()
     requests = stats.requests
     names = ("pending", "running", "accepted", "finished", "failed", "cancelled", "expired", "refused")
@@ -78,10 +116,10 @@ def show(stats: Stats) -> None:
     if stats.tenants:
         print()
         tenants = [
-            (tenant.tenant, tenant.weight, tenant.pending, tenant.blocks, hit_rate([tenant]))
+            (tenant.tenant, tenant.weight, tenant.pending, tenant.blocks, tenant.host_blocks, hit_rate([tenant]))
             for tenant in stats.tenants
         ]
-        printing.print_table(("tenant", "weight", "pending", "blocks", "prefix hits"), tenants)
+        printing.print_table(("tenant", "weight", "pending", "blocks", "host blocks", "prefix hits"), tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
 
 
@@ -100,3 +138,22 @@ def hit_rate(tenants: Any) -> str:
     hits = sum(tenant.prefix_hit_tokens_total for tenant in tenants)
     queried = sum(tenant.prefix_queried_tokens_total for tenant in tenants)
     return f"{hits} of {queried} tokens" + (f" ({100 * hits / queried:.0f} %)" if queried else "")
+
+
+def _disk_row(worker: str, disk: DiskStats) -> tuple[object, ...]:
+    """Return the columns of DISK_HEAD."""
+    return (
+        worker,
+        disk.blocks,
+        disk.free,
+        disk.cached,
+        disk.quarantined,
+        disk.recovered_total,
+        disk.saved_total,
+        disk.loaded_total,
+        disk.evicted_total,
+        disk.unsaved_total,
+        disk.missed_tags_total + disk.missed_checksums_total,
+        disk.failed_total,
+        disk.late_total,
+    )

@@ -82,9 +82,19 @@ export class Pools {
       [pool.window_blocks, "windows"],
     ];
     const mixed = kinds.filter(([blocks]) => blocks).map(([blocks, name]) => ` · ${name} ${count(blocks)}`);
+    const missed = pool.host_missed_tags_total + pool.host_missed_checksums_total;
+    const moved = `${count(pool.host_saved_total)} saved, ${count(pool.host_loaded_total)} loaded, ${count(missed)} missed`;
+    const host = pool.host_blocks
+      ? ` · host tier: ${count(pool.host_cached)} of ${many(pool.host_blocks, "block")} cached, ${moved}`
+      : "";
+    const disk = pool.disk
+      ? ` · disk tier: ${count(pool.disk.cached)} of ${many(pool.disk.blocks, "block")} cached, ` +
+        `${count(pool.disk.saved_total)} saved, ${count(pool.disk.loaded_total)} loaded, ` +
+        `${count(pool.disk.missed_tags_total + pool.disk.missed_checksums_total)} missed`
+      : "";
     text(
       node.querySelector(".told"),
-      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached${mixed.join("")} · ${size}`,
+      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached${mixed.join("")} · ${size}${host}${disk}`,
     );
     const bar = node.querySelector(".bar");
     bar.replaceChildren(

@@ -50,7 +50,7 @@ and `engine` (always 0), summed over all tenants: dashboards for vLLM work. Buck
 NOT_THE_SAME = """
 Not exported, since nothing here has the same meaning: `vllm:iteration_tokens_total` (it counts a prompt when its last
 chunk is computed), `vllm:request_success_total` for reasons other than stop, length and abort (`cancelled` here), and
-all metrics of speculative decoding and LoRA. Two metrics are counted at other times:
+all metrics of LoRA and of accepted drafts by position. Two metrics are counted at other times:
 `vllm:request_queue_time_seconds` here when a request first runs, in vLLM when it ends;
 `vllm:e2e_request_latency_seconds` ends with the coordinator's last token, in vLLM with the API server's.
 """
@@ -90,6 +90,8 @@ def _same(name: str, same: str) -> str:
         return f"`{same}`: (referenced + quarantined) / all"
     if name == "vllm:num_preemptions_total":
         return f'`{same}{{cause="blocks"}}`'
+    if name == "vllm:kv_offload_total_bytes_total":
+        return f"`{same.replace(' and ', '`, `')}`"
     return f"`{same}`"
 
 

@@ -101,6 +101,24 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
     assert [value(found, "kvforge_blocks", worker="w0", state=s) for s in ("free", "quarantined")] == [2, 5]
     kinds = [value(found, "kvforge_blocks_by_kind", worker="w0", kind=kind) for kind in BLOCK_KINDS]
     assert kinds == [1 - 2 - (11 + 12 + 13), 11, 12, 13]  # all blocks, without free ones and other kinds
+    states = ("free", "cached", "referenced", "quarantined")
+    hosts = [value(found, "kvforge_host_blocks", worker="w0", state=state) for state in states]
+    assert hosts == [15, 16, 14 - (15 + 16 + 17), 17]
+    names = ("saved_blocks", "loaded_blocks", "evicted_blocks", "unsaved_blocks", "saved_bytes", "loaded_bytes")
+    moved = [value(found, f"kvforge_host_{name}_total", worker="w0") for name in (*names, "hit_tokens")]
+    assert moved == [18, 19, 20, 21, 18 * 4096, 19 * 4096, 24]
+    labels = {"model_name": "a/model", "engine": "0"}
+    assert value(found, "vllm:external_prefix_cache_hits_total", **labels) == 24
+    ways = ("GPU_to_CPU", "CPU_to_GPU")
+    both = [value(found, "vllm:kv_offload_total_bytes_total", transfer_type=way, **labels) for way in ways]
+    assert both == [18 * 4096, 19 * 4096]
+    assert [value(found, "kvforge_host_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [22, 23]
+    disks = [value(found, "kvforge_disk_blocks", worker="w0", state=state) for state in states]
+    assert disks == [26, 27, 25 - (26 + 27 + 28), 28]
+    names = ("recovered_blocks", "saved_blocks", "loaded_blocks", "evicted_blocks", "unsaved_blocks", "failed_copies")
+    moved = [value(found, f"kvforge_disk_{name}_total", worker="w0") for name in (*names, "late_requests")]
+    assert moved == [29, 30, 31, 32, 33, 34, 35]
+    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [36, 37]
     assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
     assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
     assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0
@@ -117,11 +135,11 @@ def test_what_is_called_as_vllm_calls_it_is_the_sum_of_ours(tables: TablesWriter
     found = scraped(tables.path.parent)
     ours = {metric.name: metric for metric in SERVICE}
     for metric in VLLM:
-        same = ours[metric.same]
-        for name, theirs in zip(names_of(same), names_of(metric), strict=True):
+        first, *further = [ours[name] for name in metric.same.split(" and ")]
+        for name, theirs in zip(names_of(first), names_of(metric), strict=True):
             if name.endswith("_bucket") or "blocks" in name:
                 continue
-            mine = sum(v for (n, _), v in found.items() if n == name)
+            mine = sum(v for (n, _), v in found.items() if n in (name, *(each.name for each in further)))
             told = sum(
                 v
                 for (n, labels), v in found.items()
