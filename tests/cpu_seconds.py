@@ -2,7 +2,7 @@
 
 User and system time of the test's process and its descendants, fixtures included. A shared fixture counts for the first
 test that uses it. Processes that leave the tree (Ray's, a private systemd's) are missing. Linux only: /proc is read.
-KVFORGE_CPU_SECONDS names the file, JSON: `tests` maps node ids to seconds, `processes` is the time of imports and
+KVFORGE_CPU_SECONDS names the file, JSON: `tests` maps node ids to seconds, `collection` is the time of imports and
 collection in all processes.
 """
 
@@ -18,7 +18,7 @@ import pytest
 
 FILE = "KVFORGE_CPU_SECONDS"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-TESTS, PROCESSES = "cpu_seconds_of_tests", "cpu_seconds_of_the_process"
+TESTS, COLLECTION = "cpu_seconds_of_tests", "cpu_seconds_of_collection"
 
 
 def cpu_seconds() -> float:
@@ -46,8 +46,12 @@ class CpuSeconds:
 
     def __init__(self) -> None:
         self._tests: dict[str, float] = {}
-        self._processes = 0.0
-        self._workers = 0
+        self._collection = 0.0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        """Measure what came before the tests: the difference to the tests at the end would miss unwaited children."""
+        self._collection = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -62,19 +66,17 @@ class CpuSeconds:
         """Hand the numbers to xdist's controller, or write the file."""
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output[TESTS], output[PROCESSES] = self._tests, cpu_seconds() - sum(self._tests.values())
+            output[TESTS], output[COLLECTION] = self._tests, self._collection
         elif name := os.environ.get(FILE):
-            self._processes += sum(os.times()[:2]) if self._workers else cpu_seconds() - sum(self._tests.values())
             found = {"tests": {test: round(seconds, 2) for test, seconds in sorted(self._tests.items())}}
-            Path(name).write_text(json.dumps({**found, "processes": round(self._processes, 1)}, indent=1) + "\n")
+            Path(name).write_text(json.dumps({**found, "collection": round(self._collection, 1)}, indent=1) + "\n")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Take a worker's numbers."""
         output = getattr(node, "workeroutput", {})
-        self._workers += 1
         self._tests.update(output.get(TESTS, {}))
-        self._processes += output.get(PROCESSES, 0.0)
+        self._collection += output.get(COLLECTION, 0.0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

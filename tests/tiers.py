@@ -59,6 +59,8 @@ FOLDERS = {
         "tests/worker/attention",
         "tests/worker/cpu",
         "tests/worker/device",
+        "tests/worker/disk",
+        "tests/worker/drafts",
         "tests/worker/kernels",
         "tests/worker/loading",
         "tests/worker/sampling",
@@ -120,14 +122,22 @@ EXCEPTIONS = {
 # Files with a test or fixture of eight CPU seconds or more: they come first, so that none alone remains at the end.
 LONG = frozenset(
     (
+        "tests/gateway/test_clients.py",
         "tests/integration/test_conformance.py",
         "tests/integration/test_demo.py",
+        "tests/integration/test_hybrids.py",
+        "tests/integration/test_ranks.py",
+        "tests/integration/test_rolling.py",
         "tests/integration/test_sequences.py",
+        "tests/integration/test_startup.py",
         "tests/integration/test_thousand.py",
         "tests/integration/test_up.py",
         "tests/test_resolution.py",
         "tests/worker/loading/test_expert_parallel.py",
         "tests/worker/loading/test_four_ranks.py",
+        "tests/worker/loading/test_lazy_compiler.py",
+        "tests/worker/step/test_company.py",
+        "tests/worker/step/test_conformance.py",
     )
 )
 TIERS = tuple(FOLDERS)
