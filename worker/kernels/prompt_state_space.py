@@ -1,9 +1,9 @@
 """The state spaces of Mamba 2 over prompt tokens as a Triton kernel.
 
 Tiles: see `prompt_rows`; the form: `prompt_reference.advance_spaces`. A program carries lines of a head's state from
-tile to tile. Tiles have one size, and empty places add exact zeros, so a token's bits do not depend on other rows, nor
-on how many tokens follow. Products have operands in the model's dtype, and sums in float32, as in the authors' own
-kernels; states stay in float32 between products.
+tile to tile, and takes tiles in parts where lines are long. Tiles and parts have one size, and empty places add exact
+zeros, so a token's bits do not depend on other rows, nor on how many tokens follow. Products have operands in the
+model's dtype, and sums in float32, as in the authors' own kernels; states stay in float32 between products.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .state_space_kernels import _softplus, gated_dtype, norm_groups
 SIZE_MIN = 16  # of a side of a product
 STATE_MAX = 256  # numbers of a line
 PROGRAM_NUMBERS = 4096  # of a state, in the registers of a program
+NUMBERS_WHOLE = 128  # of a line, with which a tile's B and C fit into registers
 THREADS = 256  # of a program
 
 
@@ -68,6 +69,7 @@ def state_space_scan_kernel(
     page_numbers,
     page_count,
     TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
     LINES: tl.constexpr,
     NUMBERS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -79,7 +81,8 @@ def state_space_scan_kernel(
 
     See `state_space_kernels.state_space_kernel` for the pages and the sizes, `prompt_rows.Segment` for tiles and spans.
     target: [tokens, heads x head_size], in float32 if a norm follows. WHOLE: whether LINES and NUMBERS are no more than
-    there are. WIDE: multiply in float32, for Triton's interpreter, which multiplies the bits of bfloat16 as integers.
+    there are. PARTS: of a tile, each of TOKENS places. WIDE: multiply in float32, for Triton's interpreter, which
+    multiplies the bits of bfloat16 as integers.
     """
     let_next_start(OVERLAP)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -88,7 +91,7 @@ def state_space_scan_kernel(
     kept: tl.constexpr = state.dtype.element_ty
     item: tl.constexpr = kept.primitive_bitwidth // 8
     multiple: tl.constexpr = 16 // item if ALIGNED else 1
-    places = tl.arange(0, TOKENS)
+    within = tl.arange(0, TOKENS)
     along, across = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.arange(0, NUMBERS)
     in_head, in_line = along < head_size, across < state_size
     rate, bias, skip = tl.load(rates + head), tl.load(biases + head), tl.load(skips + head)
@@ -105,7 +108,8 @@ def state_space_scan_kernel(
     held = tl.load(place, mask=inside & continues & has_tiles, other=0.0).to(tl.float32)
     own = head * head_size + along
     shared = size + (head // (heads // groups)) * state_size + across
-    for tile in tl.range(first_tile, first_tile + count):
+    for part in tl.range(first_tile * PARTS, (first_tile + count) * PARTS):
+        tile, places = part // PARTS, part % PARTS * TOKENS + within
         base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
         # Places without a token read a neighbouring one, with a step of 0: no load of a row needs a mask.
         valid = (places >= begin) & (places < end)
@@ -113,8 +117,8 @@ def state_space_scan_kernel(
         step_at = steps + token * steps_stride + head
         step = _softplus(tl.load(step_at).to(tl.float32) + bias)
         step = tl.where(valid, tl.minimum(tl.maximum(step, step_min), step_max), 0.0)
-        passed = tl.cumsum(rate * step, axis=0)  # logarithms of decays from the tile's begin
-        whole = tl.sum(tl.where(places == TOKENS - 1, passed, 0.0), axis=0)
+        passed = tl.cumsum(rate * step, axis=0)  # logarithms of decays from the part's begin
+        whole = tl.sum(tl.where(within == TOKENS - 1, passed, 0.0), axis=0)
         given = mixed + token[:, None] * mixed_stride
         b_at = given + shared[None, :]
         if WHOLE:
@@ -128,7 +132,7 @@ def state_space_scan_kernel(
             b = tl.load(b_at, mask=in_line[None, :], other=0.0).to(operand)
         pairs = tl.dot(c, tl.trans(b), input_precision="ieee")
         pairs *= tl.exp(tl.minimum(passed[:, None] - passed[None, :], 0.0)) * step[None, :]
-        pairs = tl.where(places[:, None] >= places[None, :], pairs, 0.0).to(operand)
+        pairs = tl.where(within[:, None] >= within[None, :], pairs, 0.0).to(operand)
         gate_at = gate + token[:, None] * gate_stride + own[None, :]
         if WHOLE:
             x, opened = tl.load(given + own[None, :]), tl.load(gate_at).to(tl.float32)
@@ -174,6 +178,7 @@ def advance_spaces_of_prompts(
     numbers = max(SIZE_MIN, triton.next_power_of_2(space.state_size))
     most = PROGRAM_NUMBERS if launch.target.hopper or launch.target.warp_size == 64 else PROGRAM_NUMBERS // 2
     together = max(SIZE_MIN, min(triton.next_power_of_2(space.head_size), most // numbers))
+    parts = 4 if numbers > NUMBERS_WHOLE else 1
     for segment in rows.segments:
         state_space_scan_kernel[(-(-space.head_size // together), heads, len(rows.starts))](
             mixed,
@@ -196,7 +201,8 @@ def advance_spaces_of_prompts(
             *space.limits,
             states.memory.shape[1] // states.tensor.stored.itemsize,
             states.pages.shape[1],
-            TOKENS=CHUNK,
+            TOKENS=CHUNK // parts,
+            PARTS=parts,
             LINES=together,
             NUMBERS=numbers,
             ALIGNED=space.state_size * states.tensor.stored.itemsize % ALIGNMENT == 0,

@@ -126,7 +126,7 @@ def test_kernels_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.d
         made = convolution(70, 3, dtype, biased=kept is None, **form)
         assert compare_prompt_convolution(operations, made, dtype, kept if dtype == torch.float32 else None) == ""
     assert compare_prompt_delta(operations, delta_rule(*sizes, dtype), dtype, kept) == ""
-    for shape in ((4, 20, 2, 24), (1, 16, 1, 70)):
+    for shape in ((4, 20, 2, 24), (1, 16, 1, 70), (1, 16, 1, 140)):  # the last one in parts of a tile
         space = replace(state_space(shape, dtype), normalises=shape[0] > 1)
         assert compare_prompt_space(operations, space, dtype, kept) == ""
 
