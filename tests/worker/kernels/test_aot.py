@@ -74,6 +74,8 @@ LOCAL_BYTES_MAX_LATENT_QUANTISED = {
 LOCAL_BYTES_MAX_PROMPTS = LOCAL_BYTES_MAX | {"gfx1100": 496, "gfx1151": 496, "gfx1201": 64}
 # Tiles of B and C beside a part of a head's state.
 LOCAL_BYTES_MAX_SPACES = LOCAL_BYTES_MAX | {"gfx1100": 616, "gfx1151": 616, "gfx1201": 484}
+# Lines of 256 numbers are operands of two products, and gfx11 takes every operand twice.
+LOCAL_BYTES_MAX_LONG_LINES = LOCAL_BYTES_MAX | {"gfx1100": 704, "gfx1151": 704}
 # NVIDIA GPUs have 255: a few numbers spill where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
     "decode": {"sm_90": 248, "": 96},  # the maximum is float32, and 32 query heads of a quantised KV head
@@ -95,6 +97,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "experts": {"sm_86": 8, "sm_89": 8, "sm_120": 8},
     "choice: scan": {"": 8},
     "gated delta of prompts": {"sm_120": 32, "": 16},
+    "selective prompts": {"sm_100": 8},
     "state space of prompts": {"sm_80": 184, "sm_86": 104, "sm_89": 104, "sm_90": 48, "sm_120": 144, "": 0},
 }
 SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles that are padded and windowed
@@ -155,7 +158,7 @@ def _local_bytes_max(compiled: Compiled) -> int:
     if label.startswith("gated delta of prompts"):
         return LOCAL_BYTES_MAX_PROMPTS[name]
     if label.startswith("state space of prompts"):
-        return LOCAL_BYTES_MAX_SPACES[name]
+        return (LOCAL_BYTES_MAX_LONG_LINES if "Falcon-H1" in label else LOCAL_BYTES_MAX_SPACES)[name]
     if not label.startswith(("decode", "prefill", "write")):
         return 0
     if "fp32" in label:
