@@ -1,4 +1,4 @@
-"""Requests with workers that stand still within answers, so that what follows cannot come too late."""
+"""Work with workers that stand still within answers, so that what follows cannot come too late."""
 
 from __future__ import annotations
 
@@ -34,13 +34,28 @@ def stopped_midway(
             stream = iter(request)
             for _ in range(begun):
                 next(stream)
-        for name in workers:
-            cluster.signal(name, signal.SIGSTOP)
-        rows = [kv.status(request.id) for request in requests]
-        if all(row.generated_tokens + ON_THE_WAY < tokens for row in rows if row.worker in workers):
+        if stopped_in_time(cluster, kv, requests, tokens, *workers):
             return requests
-        for name in workers:
-            cluster.signal(name, signal.SIGCONT)
         for request in requests:
             request.result(WAIT_S)
     raise AssertionError(f"the requests ended {TRIES} times before their workers could be stopped")
+
+
+def stopped_in_time(cluster: Cluster, kv: Client, requests: list[Request], tokens: int, *workers: str) -> bool:
+    """Stop workers (SIGSTOP). Return whether none of their requests can end now; if not, the workers go on.
+
+    Args:
+        cluster: Where the requests run.
+        kv: Its client.
+        requests: What must not end. Those of other workers may.
+        tokens: The length of each answer.
+        workers: The names of the workers, or of their ranks, that are stopped.
+    """
+    for name in workers:
+        cluster.signal(name, signal.SIGSTOP)
+    rows = [kv.status(request.id) for request in requests]
+    if all(row.generated_tokens + ON_THE_WAY < tokens for row in rows if row.worker in workers):
+        return True
+    for name in workers:
+        cluster.signal(name, signal.SIGCONT)
+    return False
