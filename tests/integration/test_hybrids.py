@@ -26,7 +26,16 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "pages", "ranks"),
-    [("falcon_mamba", 18, 1), ("granite", 4, 1), ("mamba", 18, 1), ("mamba2", 20, 1), ("qwen3_next", 2, 2)],
+    [
+        ("falcon_h1", 2, 1),
+        ("falcon_mamba", 18, 1),
+        ("granite", 4, 1),
+        ("jamba", 2, 1),
+        ("mamba", 18, 1),
+        ("mamba2", 20, 1),
+        ("minimax", 3, 1),
+        ("qwen3_next", 2, 2),
+    ],
 )
 def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_path: Path) -> None:
     _check(name, pages, tmp_path, ranks)

@@ -21,6 +21,7 @@ MODELS = {
     "Granite 4": (48, 64, 1, 128, True),
     "Nemotron-H": (128, 64, 8, 128, True),
     "Falcon-H1": (24, 128, 1, 256, False),
+    "MiniMax": (64, 128, 64, 128, False),
     "odd sizes": (4, 24, 2, 40, True),
 }
 NORMED = tuple(model for model, sizes in MODELS.items() if sizes[4])

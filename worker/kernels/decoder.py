@@ -180,9 +180,12 @@ class FusedDecoder:
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
             before, scale, factors = normed, layer.residual_scale, layer.factors
             mixed = None if layer.mixer is None else layer.mixer(ops, normed, batch, pool)[None]
+            if layer.normed_residual is not None:
+                torch.mul(normed, layer.normed_residual.mixed, out=residual)
             if not layer.attends:
                 assert mixed is not None, "a layer without attention and mixer"
-                normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, scale, layer.inner_norm)
+                own_scale = scale * factors.mixed
+                normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, own_scale, layer.inner_norm)
             else:
                 if mixed is not None:
                     self._add_mixed(ATTENTION, mixed, residual, None, scale * factors.mixed, None)
@@ -196,6 +199,8 @@ class FusedDecoder:
                 normed = self.add(
                     ATTENTION, attended, layer.output, residual, layer.attended_norm, own_scale, layer.inner_norm
                 )
+            if layer.normed_residual is not None:
+                torch.mul(normed, layer.normed_residual.fed, out=residual)
             scale *= factors.fed
             feed, x = layer.feed, before if layer.is_parallel else normed
             if isinstance(feed, MixtureOfExperts):

@@ -197,13 +197,13 @@ class TokenInputs:
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """Factors within a layer (Falcon-H1).
+    """Factors within a layer (Falcon-H1, MiniMax).
 
     Attributes:
         attention_input: Of what attention reads.
         key: Of K before the rotation.
         attended: Of the result of attention.
-        mixed: Of the result of a mixer beside attention.
+        mixed: Of the result of a mixer, beside attention or in its place.
         gate: Of the gate of the feed-forward block, before its activation.
         fed: Of the result of that block.
     """
@@ -217,6 +217,19 @@ class LayerFactors:
 
 
 NO_FACTORS = LayerFactors()
+
+
+@dataclass(frozen=True)
+class NormedResidual:
+    """Residuals of normed numbers: a block's result is added to what the block reads, times a factor (MiniMax).
+
+    Attributes:
+        mixed: The factor beside the result of attention, or of what takes its place.
+        fed: The factor beside the result of the feed-forward block.
+    """
+
+    mixed: float
+    fed: float
 
 
 @dataclass(frozen=True)
@@ -269,7 +282,10 @@ class FusedLayer:
         x += residual_scale * attended_norm(output(attend(q, k, v)))
         x += residual_scale * fed_norm(feed(inner_norm(x)))
 
-    In parallel, `feed` reads the same input_norm(x) as attention.
+    In parallel, `feed` reads the same input_norm(x) as attention. With a normed residual the sums are
+
+        x = normed_residual.mixed * input_norm(x) + ...
+        x = normed_residual.fed * inner_norm(x) + ...
 
     Attributes:
         options: Attention options.
@@ -302,6 +318,7 @@ class FusedLayer:
         is_query_gated: Whether Q is followed by a gate of as many numbers, whose sigmoid is a factor of the heads'
             results.
         factors: Factors of inputs and results.
+        normed_residual: Factors of what both results are added to; None: the residual as it is.
     """
 
     options: AttentionOptions
@@ -331,6 +348,7 @@ class FusedLayer:
     mixer: Mixer | None = None
     is_query_gated: bool = False
     factors: LayerFactors = NO_FACTORS
+    normed_residual: NormedResidual | None = None
 
     @property
     def attends(self) -> bool:
@@ -394,7 +412,7 @@ class FusedLayer:
             return False
         if self.attended_norm is not None or self.fed_norm is not None or self.residual_scale != 1.0:
             return False
-        if self.factors != NO_FACTORS or (self.mixer is not None and self.attends):
+        if self.factors != NO_FACTORS or (self.mixer is not None and self.attends) or self.normed_residual is not None:
             return False
         return self.experts_beside is None and self.token_block is None and self.output_scale == 1.0
 

@@ -211,8 +211,8 @@ class MixerStep(Protocol):
     """The step of one layer, between the projections of its input and that of its result."""
 
     @property
-    def convolution(self) -> Convolution:
-        """Its convolution."""
+    def convolution(self) -> Convolution | None:
+        """Its convolution; None: it has none."""
 
     @property
     def delta(self) -> GatedDelta | None:

@@ -89,7 +89,7 @@ class Forms:
 
 def forms_of(steps: Sequence[MixerStep]) -> Forms:
     """Return the parts of steps, one of each form."""
-    convolutions = {_form(each.convolution): each.convolution for each in steps}
+    convolutions = {_form(each.convolution): each.convolution for each in steps if each.convolution is not None}
     deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
     spaces = {_form_of_space(each.space): each.space for each in steps if each.space is not None}
     selectives = {each.selective.state: each.selective for each in steps if each.selective is not None}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
+from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors, NormedResidual
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
@@ -21,6 +21,10 @@ def _unscaled(_attention: Any) -> None:
 
 def _no_factors(_layer: Any) -> LayerFactors:
     return NO_FACTORS
+
+
+def _as_it_is(_layer: Any) -> None:
+    return None
 
 
 def _own(_decoder: Any, _layer: int) -> None:
@@ -167,6 +171,7 @@ class Family:
         mixers: Modules with a recurrent state, one of which a layer has in place of attention; see `mixers`.
         mixes_beside: Whether a layer has it beside attention.
         factors: Factors within a layer.
+        normed_residual: Factors of a layer's normed residuals; None: its residual is not normed.
         head_norms: Norms of Q and K; both may be missing in a model.
         norms_after_rotation: Whether these follow the rotary embedding.
         value_norm: Norm of V; "": none.
@@ -209,6 +214,7 @@ class Family:
     mixers: tuple[str, ...] = ()
     mixes_beside: bool = False
     factors: Callable[[Any], LayerFactors] = _no_factors
+    normed_residual: Callable[[Any], NormedResidual | None] = _as_it_is
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     value_norm: str = ""
@@ -241,9 +247,12 @@ class Family:
     final_norm: str = "norm"
 
     def mixer_of(self, layer: Any) -> Any:
-        """Return a layer's module with a recurrent state; None: it attends."""
+        """Return a layer's module with a recurrent state; None: it attends.
+
+        Layers of either kind may have their module under one name: one with projections to Q attends.
+        """
         found = (getattr(layer, name, None) for name in self.mixers)
-        return next((each for each in found if each is not None), None)
+        return next((each for each in found if each is not None and not hasattr(each, self.projected[0])), None)
 
     def feed_of(self, layer: Any) -> Any:
         """Return a layer's module with the feed-forward block, or with the experts."""

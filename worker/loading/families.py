@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvforge.worker.kernels.layer_weights import LayerFactors
+from kvforge.worker.kernels.layer_weights import LayerFactors, NormedResidual
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.kernels.router import Router
 
@@ -111,6 +111,15 @@ def _factors_of_falcon_h1(layer: Any) -> LayerFactors:
         gate=layer.feed_forward.gate_multiplier,
         fed=layer.feed_forward.down_multiplier,
     )
+
+
+def _factors_of_minimax(layer: Any) -> LayerFactors:
+    mixing = layer.attn_beta_factor
+    return LayerFactors(attended=mixing, mixed=mixing, fed=layer.mlp_beta_factor)
+
+
+def _residual_of_minimax(layer: Any) -> NormedResidual:
+    return NormedResidual(layer.attn_alpha_factor, layer.mlp_alpha_factor)
 
 
 def _pairs_neighbours(attention: Any) -> bool:
@@ -293,6 +302,12 @@ FAMILIES = {
     ),
     "minicpm3.MiniCPM3ForCausalLM": Family(
         latent=Latent(interleaved=_never), residual_factor="residual_scale", logit_divisor="logits_scaling"
+    ),
+    "minimax.MiniMaxForCausalLM": Family(
+        mixers=("self_attn",),
+        factors=_factors_of_minimax,
+        normed_residual=_residual_of_minimax,
+        mixture=Mixture(_softmax, wide=True),
     ),
     "minimax_m2.MiniMaxM2ForCausalLM": Family(
         mixture=Mixture(_sigmoid, choice_bias="e_score_correction_bias", wide=True)

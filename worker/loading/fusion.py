@@ -208,6 +208,7 @@ def _fuse_layer(
         is_query_gated=family.is_query_gated,
         mixer=BoundMixer(family.mixer_of(layer), is_split) if family.mixes_beside else None,
         factors=found.factors,
+        normed_residual=found.normed_residual,
     )
 
 
@@ -237,6 +238,8 @@ def _mixing_layer(
         is_parallel=parts.family.is_parallel,
         output_scale=found.output_scale,
         mixer=BoundMixer(parts.family.mixer_of(layer), is_split),
+        factors=found.factors,
+        normed_residual=found.normed_residual,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.mixed_batch import MixedBatch
+from kvforge.worker.kernels.lightning_step import LightningStep
 from kvforge.worker.kernels.prompt_rows import PromptRows, fixed_prompt_rows, prompt_rows
 from kvforge.worker.kernels.recurrent import (
     ConvolutionStep,
@@ -26,9 +27,8 @@ from kvforge.worker.kernels.selective_step import SelectiveStep
 
 from .mixer_waves import Wave
 
-Described = (
-    ConvolutionStep | DeltaStep | StateSpaceStep | SelectiveStep
-)  # steps whose operations have a form for prompts
+# Steps whose operations have a form for prompts.
+Described = ConvolutionStep | DeltaStep | StateSpaceStep | SelectiveStep | LightningStep
 
 
 @dataclass(frozen=True)

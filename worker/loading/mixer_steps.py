@@ -12,8 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
+from kvforge.worker.kernels.activations import NAMES, Activation
 from kvforge.worker.kernels.layer_weights import Norm
+from kvforge.worker.kernels.lightning_step import LightningStep
 from kvforge.worker.kernels.recurrent import (
     Convolution,
     ConvolutionStep,
@@ -117,6 +120,27 @@ def _norms_of_mamba_1(mixer: Any) -> tuple[Norm, Norm, Norm] | None:
     return made[0], made[1], made[2]
 
 
+def _lightning(mixer: Any) -> MixerStep | None:
+    name = next((name for name in NAMES if type(mixer.act_fn) is type(ACT2FN[name])), None)
+    if name is None:
+        return None  # another activation
+    norm = Norm(mixer.norm.weight.detach(), mixer.norm.variance_epsilon)
+    return LightningStep.of(-_slopes(mixer), norm, Activation(NAMES[name]), ("qkv_proj", "output_gate"))
+
+
+def _slopes(mixer: Any) -> torch.Tensor:
+    """Return the slopes of lightning attention, [heads] float32.
+
+    The model has them in its own dtype. If they are the published ones, rounded, their float32 numbers are meant: in
+    16 bits, decays of many tokens are wrong.
+    """
+    kept = mixer.slope_rate.detach().flatten()
+    if kept.is_meta:
+        return kept.float()
+    meant = mixer.get_slope_rate().flatten().to(kept.device, torch.float32)
+    return meant if torch.allclose(meant, kept.float(), rtol=torch.finfo(kept.dtype).eps, atol=0.0) else kept.float()
+
+
 # By the folder in transformers.models and the class of the mixer.
 STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "bamba.BambaMixer": _mamba_2,
@@ -128,6 +152,7 @@ STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
     "mamba.MambaMixer": _mamba_1,
     "mamba2.Mamba2Mixer": _mamba_2,
+    "minimax.MiniMaxLightningAttention": _lightning,
     "nemotron_h.NemotronHMamba2Mixer": _mamba_2,
     "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,

@@ -39,7 +39,9 @@ from .forward_context import ForwardContext
 from .mixer_prompts import ChunkedPrompts, Described, prompts_of
 from .mixer_steps import step_of
 from .mixer_waves import waves
+from .own_states import own_state_of
 from .projections import JoinedTokens, ProjectionFinder, Projections
+from .row_cache import RowCache
 
 DEFAULT_CHUNK = 64  # transformers' own, for gated delta rules
 MIXING = "kvforge_mixing"
@@ -49,75 +51,6 @@ CONTINUES = "initial_state"  # an argument of every form for a chunk that contin
 FACTOR = "ssm_in_multiplier"  # of a mixer's input before its first projection (Falcon-H1)
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a mixer's argument: since 5.24, and before
 FIRST_VERSION = "5.21"  # of transformers, with the cache's interface
-
-
-class RowCache:
-    """The state of one layer and one row, in the interface of a transformers cache.
-
-    Attributes:
-        state: Its tensors by name, in the mixer's own shapes, with a leading 1. None: the row has no tokens yet.
-    """
-
-    def __init__(self, state: dict[str, torch.Tensor] | None = None) -> None:
-        self.state = dict(state) if state is not None else {}
-        self._begun = state is not None
-
-    def copied(self) -> RowCache:
-        """Return a cache with copies of the tensors."""
-        return RowCache({name: tensor.clone() for name, tensor in self.state.items()} if self._begun else None)
-
-    def get_conv_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return the last inputs of a convolution, [1, channels, kernel], which the caller may change; None: none."""
-        return self.state[f"conv {state_idx}"] if self._begun else None
-
-    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a recurrent state, [1, ...], which the caller may change; None: none."""
-        return self.state[f"recurrent {state_idx}"] if self._begun else None
-
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        _layer: int | None = None,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Append inputs of a convolution, and keep the last ones.
-
-        Args:
-            conv_states: [1, channels, tokens].
-            state_idx: Which convolution of the layer.
-            conv_kernel_size: Inputs to keep.
-
-        Returns:
-            The inputs from before and the new ones; at the begin of a sequence at least `conv_kernel_size`, with zeros
-            in front.
-        """
-        name = f"conv {state_idx}"
-        if conv_kernel_size is None:
-            raise ValueError("a convolution of its layers gives its cache no kernel size")
-        if self._begun:
-            full = torch.cat([self.state[name], conv_states], dim=-1)
-        else:
-            missing = max(0, conv_kernel_size - conv_states.shape[-1])
-            full = torch.nn.functional.pad(conv_states, (missing, 0))
-        self.state[name] = full[..., -conv_kernel_size:]
-        return full
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, _layer: int | None = None, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        """Replace a recurrent state."""
-        self.state[f"recurrent {state_idx}"] = recurrent_states
-        return recurrent_states
-
-    def has_previous_state(self, _layer: int | None = None, _index: int | None = None) -> bool:
-        """Return whether the row has tokens before."""
-        return self._begun
-
-    def is_recording_past(self, _layer: int) -> bool:
-        """Return whether earlier states are kept: never."""
-        return False
 
 
 Mixing = Callable[[torch.Tensor, RowCache], torch.Tensor]
@@ -169,6 +102,8 @@ def mixers_of(module: Any) -> list[Any]:
 def _keeps_state(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers.models."):
         return False
+    if own_state_of(kind) is not None:
+        return True
     code = _source(sys.modules.get(kind.__module__))
     return _calls_state(code) and _calls_state(_classes_in(code).get(kind.__qualname__, ""))
 
@@ -218,12 +153,12 @@ class Recorder:
     def _recording(self, index: int, part: Any) -> Any:
         mix = _mixing(part)
 
-        def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        def run(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
             held, finder = RowCache(), ProjectionFinder(part, getattr(part, FACTOR, None))
             mixed = mix(hidden_states, held)
             self._found[index] = held.state
             self.projections[index] = finder.found(hidden_states, mixed)
-            return mixed
+            return _returned(part, mixed)
 
         return run
 
@@ -295,7 +230,7 @@ class BoundMixer:
         step = None if self.step is None else partial(self.step.run, operations, operations)
         prompts = None if self.step is None else ChunkedPrompts(self.step, operations, batch)
         try:
-            mixed: torch.Tensor = self._part(normed[None], step=step, prompts=prompts)
+            mixed = mixed_of(self._part(normed[None], step=step, prompts=prompts))
         finally:
             self._context.batch = self._context.pool = None
             self._context.as_part = False
@@ -318,6 +253,8 @@ def described_steps(module: Any) -> dict[int, MixerStep]:
 
 def _chunk_of(part: Any) -> int:
     kind: Any = type(part)
+    if (own := own_state_of(kind)) is not None:
+        return own.chunk or DEFAULT_CHUNK
     source = _source(kind)
     if RECURRENT in source and CONTINUES not in source:
         return 1
@@ -327,6 +264,8 @@ def _chunk_of(part: Any) -> int:
 
 def _mixing(part: Any) -> Mixing:
     """Return a function that runs a mixer over hidden states [1, tokens, hidden size] with a cache."""
+    if (own := own_state_of(type(part))) is not None:
+        return partial(own.mix, part, part.forward)
     forward, named = part.forward, inspect.signature(part.forward).parameters
     name = next((each for each in CACHE_NAMES if each in named), CACHE_NAMES[0])
 
@@ -335,6 +274,17 @@ def _mixing(part: Any) -> Mixing:
         return mixed
 
     return mix
+
+
+def _returned(part: Any, mixed: torch.Tensor) -> Any:
+    """Return what a mixer's layer expects of it, from the mixer's result."""
+    return mixed if own_state_of(type(part)) is None else (mixed, None)
+
+
+def mixed_of(found: Any) -> torch.Tensor:
+    """Return the result of a mixer, which may have returned other things behind it."""
+    mixed: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return mixed
 
 
 def _bound(binding: MixerBinding, part: Any) -> Any:
@@ -346,19 +296,19 @@ def _bound(binding: MixerBinding, part: Any) -> Any:
         step: Step | None = None,
         prompts: ChunkedPrompts | None = None,
         **keywords: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         context = binding.context
         if step is None and binding.index in context.steps and context.operations is not None:
             step = partial(context.steps[binding.index].run, context.operations, context.operations)
             if prompts is None and context.batch is not None and context.steps[binding.index].selective is not None:
                 prompts = ChunkedPrompts(context.steps[binding.index], context.operations, context.batch)
         if context.batch is not None:
-            return _mixed(binding, mix, hidden_states, step, prompts)
+            return _returned(part, _mixed(binding, mix, hidden_states, step, prompts))
         if context.single_tokens is not None:
             alone = partial(_mixed_behind_zeros, binding, mix)
-            return context.single_tokens.mixed(binding.index, alone, binding.projections, hidden_states)
-        mixed: torch.Tensor = forward(hidden_states, *given, **keywords)
-        return mixed
+            found = context.single_tokens.mixed(binding.index, alone, binding.projections, hidden_states)
+            return _returned(part, found)
+        return forward(hidden_states, *given, **keywords)
 
     return run
 

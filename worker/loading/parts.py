@@ -11,7 +11,7 @@ import torch
 from kvforge.worker.device.target import HEAD_UNIT
 from kvforge.worker.kernels import HIDDEN_MAX
 from kvforge.worker.kernels.activations import NAMES, SILU, Activation
-from kvforge.worker.kernels.layer_weights import NO_FACTORS, HeadNorms, LayerFactors, Norm
+from kvforge.worker.kernels.layer_weights import NO_FACTORS, HeadNorms, LayerFactors, Norm, NormedResidual
 from kvforge.worker.kernels.positions import QueryScale, RotaryTable
 
 from .coded_parts import CodedLinear
@@ -62,6 +62,7 @@ class LayerParts:
     latent: LatentParts | None = None
     mixes: bool = False
     factors: LayerFactors = NO_FACTORS
+    normed_residual: NormedResidual | None = None
 
     @property
     def can_be_split(self) -> bool:
@@ -216,6 +217,7 @@ def _blocks(layer: Any, decoder: Any, family: Family) -> LayerParts:
         output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
         mixes=family.mixer_of(layer) is not None and not family.mixes_beside,
         factors=family.factors(layer),
+        normed_residual=family.normed_residual(layer),
     )
 
 

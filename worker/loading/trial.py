@@ -16,7 +16,7 @@ import transformers
 
 from kvforge.worker.kernels.steady import same_bits
 
-from .mixers import MIXING, mixers_of
+from .mixers import MIXING, mixed_of, mixers_of
 from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
 from .single_tokens import SingleTokens
 
@@ -86,11 +86,11 @@ def unsteady_mixers(model: LoadedModel) -> str:
     context.single_tokens = SingleTokens(alone=model.ranks is None)
     try:
         for part in kinds.values():
-            whole = part(hidden)
+            whole = mixed_of(part(hidden))
             for count in _ladder(model):
                 for first in range(SINGLES) if count == 1 else (0, OFFSET):
                     few = slice(first, first + count)
-                    if not same_bits(part(hidden[:, few]), whole[:, few]):
+                    if not same_bits(mixed_of(part(hidden[:, few])), whole[:, few]):
                         return f"{type(part).__name__} of {count} tokens has other bits than among {rows}"
     finally:
         context.single_tokens = None

@@ -163,6 +163,14 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", MAMBA_1),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16}),
 }
+MINIMAX_FACTORS = {
+    "full_attn_alpha_factor": 1.4,
+    "full_attn_beta_factor": 0.8,
+    "linear_attn_alpha_factor": 1.2,
+    "linear_attn_beta_factor": 0.7,
+    "mlp_alpha_factor": 0.9,
+    "mlp_beta_factor": 1.3,
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     **RECURRENT,
     "bamba": ("bamba", {**MAMBA_2, "attn_layer_indices": [1], "num_hidden_layers": 3}),
@@ -216,6 +224,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "num_dense_layers": 1,
+        },
+    ),
+    "minimax": (
+        "minimax",
+        {
+            **FOUR,
+            # transformers' cache asks the first layer for positions
+            "layer_types": ["full_attention", *["linear_attention"] * 3],
+            **HEADS,
+            **MINIMAX_FACTORS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
         },
     ),
     "nemotron_h": (

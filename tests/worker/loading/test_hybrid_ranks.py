@@ -37,6 +37,7 @@ FUSED = (
 )
 REFUSED = {
     "kimi_linear": "ranks = 2: its KimiLinearDeltaAttention keeps a recurrent state, which several ranks cannot divide",
+    "minimax": "ranks = 2: its MiniMaxLightningAttention keeps a recurrent state, which several ranks cannot divide",
     "olmo_hybrid": "ranks = 2: its OlmoHybridGatedDeltaNet keeps a recurrent state, which several ranks cannot divide",
 }
 

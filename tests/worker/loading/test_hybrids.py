@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,11 +22,12 @@ import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.worker.kernels.cpu_operations import CpuOperations
-from kvforge.worker.kernels.layer_weights import LayerFactors
+from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
-from kvforge.worker.loading.mixers import MIXING, RowCache, chunks, mixers_of
+from kvforge.worker.loading.mixers import MIXING, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
+from kvforge.worker.loading.row_cache import RowCache
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.trial import LADDER, OFFSET, SINGLES, unsteady_mixers
 from kvforge.worker.loading.verification import verify
@@ -43,7 +45,18 @@ SCHEDULES = {
 }
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
-DESCRIBED = ("bamba", "falcon_h1", "granite", "jamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+DESCRIBED = (
+    "bamba",
+    "falcon_h1",
+    "granite",
+    "jamba",
+    "lfm2",
+    "lfm2_moe",
+    "minimax",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 # With kernels for generated tokens.
 STEPPING = (
     "bamba",
@@ -55,6 +68,7 @@ STEPPING = (
     "lfm2_moe",
     "mamba",
     "mamba2",
+    "minimax",
     "nemotron_h",
     "qwen3_5",
     "qwen3_5_moe",
@@ -95,10 +109,16 @@ def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPat
     assert decoder.endswith(mixers._classes_in(source)["JambaMambaDecoderLayer"])
 
 
+def empty_cache(module: Any) -> Any:
+    """Return transformers' cache of a model without a token."""
+    own = getattr(sys.modules[type(module).__module__], "MiniMaxCache", None)
+    return transformers.DynamicCache(config=module.config) if own is None else own()
+
+
 @torch.inference_mode()
 def cached_logits(model: LoadedModel, sequence: npt.NDArray[np.int64], counts: list[int]) -> torch.Tensor:
     """Return transformers' own logits [tokens, vocab], with its cache, for one sequence in the chunks of ours."""
-    cache, parts, start = transformers.DynamicCache(config=model.module.config), [], 0
+    cache, parts, start = empty_cache(model.module), [], 0
     named = inspect.signature(model.module.forward).parameters
     (name,) = (each for each in ("cache", "past_key_values") if each in named)
     use_attention(model.module, "eager")
@@ -179,6 +199,8 @@ def test_a_family_without_layers_that_attend_runs_through_transformers(
         ("lfm2", "lfm2.Lfm2ForCausalLM", {"inner_norm": ""}),
         ("lfm2", "lfm2.Lfm2ForCausalLM", {"activation": "gelu"}),
         ("bamba", "bamba.BambaForCausalLM", {"is_parallel": True}),
+        ("minimax", "minimax.MiniMaxForCausalLM", {"normed_residual": lambda _layer: None}),
+        ("minimax", "minimax.MiniMaxForCausalLM", {"factors": lambda _layer: NO_FACTORS}),
     ],
 )
 def test_a_wrong_declaration_is_refused(
@@ -254,13 +276,15 @@ def test_generated_tokens_of_all_rows_are_computed_together(
     model_type, fields = HYBRIDS[name]
     model, calls = tiny(model_type, block_size=16, **fields), list[int]()
     operations = type(model.context.operations if model.fused is None else model.fused.operations)
-    convolve = operations.convolve
+    name = "advance_state_space" if name == "minimax" else "convolve"  # an operation of each layer
+    run = getattr(operations, name)
 
-    def noted(self: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        calls.append(len(x))
-        return convolve(self, x, *given)
+    def noted(self: Any, x: Any, *given: Any) -> torch.Tensor:
+        calls.append(len(getattr(x, "mixed", x)))
+        found: torch.Tensor = run(self, x, *given)
+        return found
 
-    monkeypatch.setattr(operations, "convolve", noted)
+    monkeypatch.setattr(operations, name, noted)
     layers = len({tensor.layer for tensor in model.geometry.states})
     sequences = [list(range(9)), list(range(70)), [5, 6, 7]]
     paged_logits(model, sequences, [[8, 65, 2]])
@@ -327,7 +351,33 @@ def test_the_trial_mixes_a_token_of_many_batches_once_and_single_ones_each_time(
     assert "Lfm2ShortConv of 1 tokens has other bits" in unsteady_mixers(model)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite"])
+def test_wrong_decays_of_lightning_attention_are_refused(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = mixer_steps.STEPS["minimax.MiniMaxLightningAttention"]
+
+    def of_other_heads(mixer: Any) -> Any:
+        step: Any = describe(mixer)
+        return replace(step, space=replace(step.space, rates=step.space.rates.flip(0)))
+
+    monkeypatch.setitem(mixer_steps.STEPS, "minimax.MiniMaxLightningAttention", of_other_heads)
+    model_type, fields = HYBRIDS["minimax"]
+    assert tiny(model_type, block_size=16, **fields).fused is None
+
+
+def test_decays_of_lightning_attention_are_exact_in_16_bits(tiny: Callable[..., LoadedModel]) -> None:
+    """The model has the slopes in its dtype. Others than the published ones stay as they are."""
+    model_type, fields = HYBRIDS["minimax"]
+    mixer = mixers_of(tiny(model_type, block_size=16, dtype="bfloat16", **fields).module)[0]
+    rates = -mixer.get_slope_rate().flatten()
+    step: Any = mixer_steps.step_of(mixer)
+    assert torch.equal(step.space.rates, rates) and not torch.equal(mixer.slope_rate.float().flatten(), -rates)
+    mixer.slope_rate.mul_(2)
+    step = mixer_steps.step_of(mixer)
+    assert torch.equal(step.space.rates, -mixer.slope_rate.float().flatten())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite"])
 def test_greedy_tokens_are_those_of_generate(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
@@ -361,7 +411,7 @@ def test_states_in_16_bits(
 
 
 @pytest.mark.parametrize(("state_dtype", "allowed"), [("bfloat16", 0.05), ("float16", 0.01)])
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["mamba2", "minimax", "qwen3_5"])
 def test_states_kept_in_16_bits(
     name: str,
     state_dtype: str,

@@ -24,12 +24,14 @@ FEW: dict[str, Any] = {"num_hidden_layers": 2}  # of which one has a state, for 
 LAYERS = {
     "granite": ["mamba", "attention"],
     "lfm2": ["conv", "full_attention"],
+    "minimax": ["full_attention", "linear_attention"],
     "qwen3_5": ["linear_attention", "full_attention"],
     "qwen3_next": ["linear_attention", "full_attention"],
 }
 Tiny, Logits = Callable[..., LoadedModel], Callable[..., list[torch.Tensor]]
 WAYS = [("plain", "lfm2"), ("plain", "qwen3_5"), ("plain", "qwen3_5_moe"), ("plain", "qwen3_next")]
 WAYS += [("plain", "granite"), ("plain", "bamba"), ("plain", "falcon_h1"), ("plain", "jamba")]
+WAYS += [("plain", "minimax"), ("Triton", "minimax")]
 WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next"), ("Triton", "granite")]
 
 
