@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -307,7 +308,7 @@ def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
 def test_interrupted_while_the_children_start(folder: Path) -> None:
     with up(folder, "--log-dir", str(folder / "log"), forked=False) as running:
         while not (folder / "run" / "up").exists() and running.process.poll() is None:
-            os.sched_yield()
+            select.select([], [], [], 0.001)
         running.signal(signal.SIGINT)
         assert running.end() == 130
     assert_nothing_left(folder)

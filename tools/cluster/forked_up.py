@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from kvforge.launch.child import Child as Supervised
 
-from .fork_server import Child, ForkServer, die_with_parent, serve, set_command_line
+from .fork_server import Child, ForkServer, die_with_parent, leave, serve, set_command_line
 
 FORKED = "kvforge.coordinator", "kvforge.worker"
 
@@ -36,8 +36,8 @@ class ForkedServer:
             for descriptor, target in ((requests, 0), (answering, 1)):
                 os.dup2(descriptor, target)
                 os.close(descriptor)
-            serve()  # it returns at the end of its input, and raises SystemExit in a worker
-            sys.exit()
+            serve()
+            leave(None)
         os.close(requests)
         os.close(answering)
         self.stdin: IO[bytes] | None = open(asking, "wb", buffering=0)  # noqa: PTH123, SIM115 - closed by ForkServer
