@@ -48,6 +48,7 @@ from kvforge.protocol.messages import (
     Rewind,
     Submit,
     UnrefBlock,
+    WipeTenant,
 )
 from kvforge.protocol.meters import ServiceInfo
 
@@ -61,6 +62,7 @@ from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
 from .commands.sessions import Sessions
 from .commands.spending import Spending
+from .commands.wiping import WipeCommand
 from .events import (
     Applied,
     BeginDrain,
@@ -142,6 +144,7 @@ class Machine:
             GetTokens: self.sequences.read,
             RemoveSequences: self.sequences.remove,
             Drain: self._drain,
+            WipeTenant: WipeCommand(self.cache, self.sequences).wipe,
         }
         # Commands that depend on the tenant that the client sees, or "" for all.
         self._commands_for: dict[type[Message], Callable[[str, Any], Message]] = {

@@ -13,6 +13,7 @@ from ..core.cache.disk_copies import DiskOrder
 from ..core.cache.groups import FormingCheckpoint
 from ..core.cache.host_copies import HostLoad, SentCopies
 from ..core.cache.host_tier import HostNode
+from ..core.cache.wipes import WipedTenant
 from .field_markers import (
     F64,
     I8,
@@ -253,6 +254,9 @@ class SavedHostTier(Saved):
     unswapped_total: int = 0
     missed_tags_total: int = 0
     missed_checksums_total: int = 0
+    to_wipe: list[int] = msgspec.field(default_factory=list)
+    wiping: set[int] = msgspec.field(default_factory=set)
+    stale: set[int] = msgspec.field(default_factory=set)
 
 
 class SavedDiskTier(Saved):
@@ -277,6 +281,17 @@ class SavedDiskTier(Saved):
     lru: list[int] = msgspec.field(default_factory=list)
     own: dict[int, tuple[list[int], list[int]]] = msgspec.field(default_factory=dict)
     stamp: int = 0
+    to_wipe: list[int] = msgspec.field(default_factory=list)
+    wiping: set[int] = msgspec.field(default_factory=set)
+    stale: set[int] = msgspec.field(default_factory=set)
+
+
+class SavedWipes(Saved):
+    """A `Wipes`."""
+
+    count: int = 0
+    latest: dict[str, WipedTenant] = msgspec.field(default_factory=dict)
+    dead: dict[int, None] = msgspec.field(default_factory=dict)
 
 
 class SavedDiskCopies(Saved):
@@ -381,3 +396,4 @@ class SavedCache(Saved):
     window: int = 0
     window_pages: int = 0
     host_tiers: list[SavedHostTier] = msgspec.field(default_factory=list)
+    wipes: SavedWipes = msgspec.field(default_factory=SavedWipes)

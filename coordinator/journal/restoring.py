@@ -226,12 +226,13 @@ class _Restoring:
     def _cache(self, saved: c.SavedCache) -> None:
         """Restore the cache. Pools precede the arrays of blocks, because a new pool requires a free range."""
         cache, fields = self._machine.cache, self._fields
-        parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "host_tiers")
+        parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "host_tiers", "wipes")
         fields.restore(cache, saved, *parts, "kinds", "evicted_sequences_total")
         fields.restore(cache.tenants, saved.tenants)
         fields.restore(cache.tenants.meters, saved.meters)
         fields.restore(cache.store, saved.store)
         cache.store._show()
+        fields.restore(cache.wipes, saved.wipes)
         for tier in saved.host_tiers:
             cache.host_tiers.tiers[tier.identity] = self._host_tier(tier)
         self._groups = [self._group(group) for group in saved.groups]

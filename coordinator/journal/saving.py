@@ -110,6 +110,7 @@ class _Saving:
             groups=[self._group(group) for group in self._groups],
             kinds=cache.indexing.kinds,
             evicted_sequences_total=cache.residency.evicted_total,
+            wipes=self._of(c.SavedWipes, cache.wipes),
             host_tiers=[self._host_tier(tier) for tier in cache.host_tiers.tiers.values()],
         )
 

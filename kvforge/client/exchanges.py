@@ -48,7 +48,9 @@ from kvforge.protocol.messages import (
     SequenceInfo,
     SequenceTokens,
     Stats,
+    TenantWiped,
     UnrefBlock,
+    WipeTenant,
 )
 
 from .arguments import milliseconds, request_number, token_array
@@ -245,6 +247,11 @@ def drain(deadline_s: float | None) -> Exchange[None]:
     """Return the exchange that stops admission."""
     deadline_ms = milliseconds("deadline_s", deadline_s)
     return Exchange(lambda rid: Drain(rid=rid, deadline_ms=deadline_ms), Done, lambda _: None)
+
+
+def wipe_tenant(tenant: str) -> Exchange[TenantWiped]:
+    """Return the exchange that removes what the cache has of a tenant."""
+    return Exchange(lambda rid: WipeTenant(rid=rid, tenant=tenant), TenantWiped, _itself)
 
 
 def block_number(block_id: object, field: str = "block_id") -> int:

@@ -40,11 +40,12 @@ from . import (
     top,
     up,
     version,
+    wipe,
 )
 
 COMMANDS = (
-    *(pull, up, generate, chat, attach, status, health, stats, top, requests, explain, cancel, drain, replay, loadtest),
-    *(keys, fleet, demo, deploy, completion, version),
+    *(pull, up, generate, chat, attach, status, health, stats, top, requests, explain, cancel, drain, wipe, replay),
+    *(loadtest, keys, fleet, demo, deploy, completion, version),
 )
 DEBUG = "KVFORGE_DEBUG"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a write to standard output

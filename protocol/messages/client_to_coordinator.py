@@ -318,6 +318,16 @@ class Drain(Message, frozen=True, tag="drain"):
     deadline_ms: int = 0
 
 
+class WipeTenant(Message, frozen=True, tag="wipe_tenant"):
+    """Removes a tenant's idle sequences and cached blocks, on the device, in host memory and on disks.
+
+    Blocks of live requests and of named holders stay. It may be sent again, to see what is left.
+    """
+
+    rid: int
+    tenant: str
+
+
 CLIENT_MESSAGES = (
     Hello
     | Submit
@@ -343,5 +353,6 @@ CLIENT_MESSAGES = (
     | Explain
     | PurgeFinished
     | Drain
+    | WipeTenant
     | Goodbye
 )

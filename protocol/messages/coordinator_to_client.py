@@ -216,6 +216,27 @@ class Purged(Message, frozen=True, tag="purged"):
     count: int
 
 
+class TenantWiped(Message, frozen=True, tag="tenant_wiped"):
+    """Reply to WipeTenant. No entry that it counts is a hit any more.
+
+    Attributes:
+        sequences: Idle sequences that were removed.
+        device_blocks: Cached blocks of pools that were freed.
+        host_blocks: Entries of host files that were dropped.
+        disk_blocks: Entries of disks that were dropped.
+        held_blocks: Blocks of pools that live requests or holders of the tenant still use.
+        pending_blocks: Blocks of host files and disks whose bytes are not overwritten yet, of any wiped tenant.
+    """
+
+    rid: int
+    sequences: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    held_blocks: int
+    pending_blocks: int
+
+
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of RequestList. `first_token_us` and `ended_us` are as in Timings."""
 
@@ -586,4 +607,5 @@ CLIENT_REPLIES = (
     | BlockCount
     | Explanation
     | Purged
+    | TenantWiped
 )

@@ -7,7 +7,7 @@ import msgspec
 from .shared import NO_INT32, Int32Array, Message, Refused, SamplingParams
 
 GENERATED = 1 << 30  # above every token id
-DISK_WRITE, DISK_READ = 1, 2  # kinds of an order: see DiskOrders
+DISK_WRITE, DISK_READ, DISK_WIPE = 1, 2, 3  # kinds of an order: see DiskOrders
 DISK_ORDER_NUMBERS = 9
 
 
@@ -95,8 +95,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
 class Step(Message, frozen=True, tag="step"):
     """One forward pass over rows of any length (prefill chunks and decodes mixed).
 
-    The worker executes it in this order: `host_writes`, `zeros`, `host_reads`, `copies`, writing the KV of the new
-    tokens, attention, and sampling for rows with sample = 1.
+    The worker executes it in this order: `host_wipes`, `host_writes`, `zeros`, `host_reads`, `copies`, writing the KV
+    of the new tokens, attention, and sampling for rows with sample = 1.
 
     For a worker with `state_blocks`, row slots[r] of the shared tables also names the blocks that hold the sequence's
     recurrent state. A row with start 0 begins with an empty state and does not read them. Any other row finds the state
@@ -137,6 +137,7 @@ class Step(Message, frozen=True, tag="step"):
             and store the tag beside it once the copy is complete. Sent only after a WorkerReady with `host_blocks`.
         host_reads: [4 * n] int32, as `host_writes`: copy a whole host block to a block, if its tag is this one. A
             worker that cannot make all copies of a step fails, because later steps depend on them.
+        host_wipes: [n] int32 distinct host blocks to overwrite with zeros, with their tags. No copy uses them.
     """
 
     FRAMES = (
@@ -153,6 +154,7 @@ class Step(Message, frozen=True, tag="step"):
         ("drafts", "<i4"),
         ("host_writes", "<i4"),
         ("host_reads", "<i4"),
+        ("host_wipes", "<i4"),
     )
     step_id: int
     begins: tuple[RowStart, ...] = ()
@@ -169,6 +171,7 @@ class Step(Message, frozen=True, tag="step"):
     drafts: Int32Array = NO_INT32
     host_writes: Int32Array = NO_INT32
     host_reads: Int32Array = NO_INT32
+    host_wipes: Int32Array = NO_INT32
 
 
 class DiskScan(Message, frozen=True, tag="disk_scan"):
@@ -190,14 +193,17 @@ class DiskOrders(Message, frozen=True, tag="disk_orders"):
     Attributes:
         orders: [9 * n] int32, (id, kind, host block, disk block, low half of the chain value, high half, low half of
             the parent's, high half, first). The kind is DISK_WRITE, from the host block to the disk block, or
-            DISK_READ. The parent of a first block is the salt. Ids rise by 1.
+            DISK_READ. The parent of a first block is the salt. Ids rise by 1. DISK_WIPE: overwrite the disk block with
+            zeros, with its record; its host block is -1, and what follows the disk block is 0.
         tokens: [writes * block_size] int32, the tokens of each written block in the form in which they are indexed.
+        owners: [2 * writes] int32, the halves of each written block's owner tag.
     """
 
-    FRAMES = (("orders", "<i4"), ("tokens", "<i4"))
+    FRAMES = (("orders", "<i4"), ("tokens", "<i4"), ("owners", "<i4"))
     epoch: int
     orders: Int32Array = NO_INT32
     tokens: Int32Array = NO_INT32
+    owners: Int32Array = NO_INT32
 
 
 class Stop(Message, frozen=True, tag="stop"):

@@ -82,6 +82,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
         host_blocks: Blocks of the host file that the worker has mapped and locked; 0: it has none.
         host_identity: Identifies the file and all that its content depends on apart from tokens and salt. A worker that
             announces the identity of an earlier one finds that worker's content.
+        host_new: The file has just been made: it has no bytes of entries.
         disk_blocks: Blocks of the worker's disk tier; 0: it has none. Only with `host_blocks`.
     """
 
@@ -104,6 +105,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     drafts: int = 0
     host_blocks: int = 0
     host_identity: str = ""
+    host_new: bool = False
     disk_blocks: int = 0
 
 
@@ -148,8 +150,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
         draft_slots: [p] int32, distinct slots of rows that have a token in this result.
         draft_counts: [p] int32, how many tokens are proposed for each, 1 to `WorkerReady.drafts`.
         draft_tokens: [sum(draft_counts)] int32, the proposed tokens of one slot after the other, without GENERATED.
-        host_copied: [n] int32, the host blocks of `Step.host_writes` and then of `Step.host_reads`, if these copies
-            have been made.
+        host_copied: [n] int32, the host blocks of `Step.host_writes`, then of `Step.host_reads`, then of
+            `Step.host_wipes`, if that has been done.
         host_missed: [2 * m] int32, pairs (host block, reason) for blocks of `Step.host_reads` that do not hold what was
             expected: the blocks on the device hold anything then, and so does what this and later steps computed from
             them. The reason is MISSED_TAG or MISSED_CHECKSUM.
@@ -208,14 +210,18 @@ class DiskEntries(Message, frozen=True, tag="disk_entries"):
         entries: [6 * n] int32, (disk block, low half of the chain value, high half, low half of the parent's, high
             half, first). Blocks of chains that were written later come first.
         tokens: [n * block_size] int32, as in DiskOrders.
+        owners: [2 * n] int32, likewise; empty: the owners are not known.
+        usable: Disk blocks below this one may have bytes of earlier entries.
     """
 
-    FRAMES = (("entries", "<i4"), ("tokens", "<i4"))
+    FRAMES = (("entries", "<i4"), ("tokens", "<i4"), ("owners", "<i4"))
     epoch: int
     cursor: int
     last: bool
     entries: Int32Array = NO_INT32
     tokens: Int32Array = NO_INT32
+    owners: Int32Array = NO_INT32
+    usable: int = 0
 
 
 class DiskResults(Message, frozen=True, tag="disk_results"):

@@ -24,6 +24,7 @@ from kvforge.protocol.messages import (
     DISK_FULL,
     DISK_NOT_FOUND,
     DISK_READ,
+    DISK_WIPE,
     DISK_WRITE,
     DiskEntries,
     DiskOrders,
@@ -42,6 +43,7 @@ from tools.simulation.digest import state_digest
 THIRD = [13 * i % 43 + 3 for i in range(17)]
 BLOCKS = 32
 Slot = tuple[list[int], list[int], int, list[int], list[int | None]]  # value, parent, first, tokens, content
+NO_OWNER = [0, 0]
 
 
 class DiskWorker(HostWorker):
@@ -52,13 +54,15 @@ class DiskWorker(HostWorker):
         self.scans: list[DiskScan] = []
         self.orders: list[list[int]] = []
         self.tokens: dict[int, list[int]] = {}
+        self.owners: dict[int, list[int]] = {}
 
     def take_orders(self, message: DiskOrders) -> None:
         """Receive orders."""
         tokens = iter(message.tokens.reshape(-1, SIZE).tolist())
+        owners = iter(message.owners.reshape(-1, 2).tolist())
         for order in message.orders.reshape(-1, 9).tolist():
             if order[1] == DISK_WRITE:
-                self.tokens[order[0]] = next(tokens)
+                self.tokens[order[0]], self.owners[order[0]] = next(tokens), next(owners)
             self.orders.append(order)
 
 
@@ -70,6 +74,7 @@ class DiskDriver(HostDriver):
     def __init__(self, **limits: Any) -> None:
         super().__init__(**limits)
         self.disk: dict[int, Slot] = {}
+        self.owners: dict[int, list[int]] = {}  # by slot
         self.outcomes: dict[int, tuple[int, int]] = {}  # by kind, instead of DISK_DONE
         self.silent = False
 
@@ -118,7 +123,9 @@ class DiskDriver(HostDriver):
         rows = [[slot, *value, *parent, first] for slot, (value, parent, first, *_) in self.disk.items()]
         tokens = [token for *_, own, _ in self.disk.values() for token in own]
         entries = np.array(rows, np.int32).reshape(-1)
-        self.report(worker, DiskEntries(scan.epoch, scan.cursor, last, entries, np.array(tokens, np.int32)))
+        owners = np.array([self.owners.get(slot, NO_OWNER) for slot in self.disk], np.int32).reshape(-1)
+        found = (entries, np.array(tokens, np.int32), owners, max(self.disk, default=-1) + 1)
+        self.report(worker, DiskEntries(scan.epoch, scan.cursor, last, *found))
 
     def work(self) -> None:
         """Answer all orders, the last first."""
@@ -136,6 +143,10 @@ class DiskDriver(HostDriver):
             assert tag == value, "an order writes a block with other content"
             self.disk.pop(slot, None)
             self.disk[slot] = (value, parent, first, self.only.tokens[number], content)
+            self.owners[slot] = self.only.owners[number]
+        elif outcome[0] == DISK_DONE and kind == DISK_WIPE:
+            assert host == -1, "a worker that does not know the kind must refuse it"
+            self.disk.pop(slot, None)
         elif outcome[0] == DISK_DONE:
             assert self.disk[slot][0] == value, "an order reads a block with other content"
             file.content[host] = (value, self.disk[slot][4])

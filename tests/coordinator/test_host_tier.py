@@ -52,6 +52,8 @@ class HostWorker(FakeWorker):
     def execute(self, step: Step) -> StepResult:
         """Make the copies to the host first, then those from it, then the step."""
         size, copied = self.machine.limits.cache.block_size, []
+        for host in step.host_wipes.tolist():
+            self.file.content.pop(host, None)
         for block, host, *tag in step.host_writes.reshape(-1, 4).tolist():
             self.file.flipped.discard(host)
             self.file.content[host] = (tag, [self.kv.get((block, offset)) for offset in range(size)])
@@ -66,6 +68,7 @@ class HostWorker(FakeWorker):
             assert None not in content, "a block without KV was saved"
             self.kv.update({(block, offset): value for offset, value in enumerate(content) if value is not None})
             copied.append(host)
+        copied += step.host_wipes.tolist()
         acknowledged = {"host_copied": np.array(copied, np.int32), "host_missed": np.array(missed, np.int32)}
         return msgspec.structs.replace(super().execute(step), **acknowledged)
 
@@ -84,7 +87,9 @@ class HostDriver(Driver):
         assert isinstance(worker, HostWorker)
         worker.file = self.files.setdefault(worker.name, HostFile(8))
         file = worker.file
-        return msgspec.structs.replace(super().ready(worker), host_blocks=file.blocks, host_identity=file.identity)
+        return msgspec.structs.replace(
+            super().ready(worker), host_blocks=file.blocks, host_identity=file.identity, host_new=not file.content
+        )
 
     @property
     def copies(self) -> HostCopies:

@@ -147,6 +147,6 @@ def test_a_step_that_zeroes_a_whole_pool_fits_a_message() -> None:
         Limits(cache=CacheLimits(zero_on_tenant_change=True), bounds=make_limits(blocks_max=(4 << 20) + 1).bounds)
     assert caught.value.field == "limits.blocks_max"
     # What follows zeros is bounded on its own, and small.
-    after = ["scored", "following", "drafts", "host_writes", "host_reads"]
-    assert [name for name, _ in Step.FRAMES[-6:]] == ["zeros", *after]
+    after = ["scored", "following", "drafts", "host_writes", "host_reads", "host_wipes"]
+    assert [name for name, _ in Step.FRAMES[-7:]] == ["zeros", *after]
     assert 2 * 4 * SCORED_TOKENS_MAX <= FRAME_BYTES_MAX // 64

@@ -34,6 +34,7 @@ HOSTED = Settings(
     gap_us=100,
     turn_us=20,
     long_share=0.0,
+    wipe_gap_us=15_000,
 )
 LIKELY = {
     "half_written_blocks_stay_entries": 16,

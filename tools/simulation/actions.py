@@ -42,6 +42,7 @@ TURNS = ((False, False), (False, True), (True, True), (True, True), (True, False
 # conversations of kept turns, and cuts of the kept sequences between two of these
 CONVERSATION_SHARE, KEEP_MS = 0.1, 200
 REWIND, REWIND_SHARE = "rewind", 0.4
+WIPE = "wipe"
 # answers that are computed as prompts
 AHEAD, AHEAD_SHARE = "ahead", 0.2
 # requests that pin the beginning of their prompts, and for how long
@@ -123,6 +124,7 @@ class ActionDrawer:
         self._jumps = Draws(f"jumps/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._scores = Draws(f"scores/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._wipes = Draws(f"wipes/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
@@ -132,6 +134,8 @@ class ActionDrawer:
     def actions(self) -> Iterator[Action]:
         """Yield actions without end, with non-decreasing times."""
         every = self._with_talks() if self._settings.kinds else self._everyday()
+        if self._settings.wipe_gap_us:
+            every = self._with_wipes(every)
         if self._settings.stand_gap_us:
             every = self._with_standstills(every)
         if not self._settings.crash_gap_us:
@@ -158,6 +162,17 @@ class ActionDrawer:
                 yield (stands_us, "stand", COORDINATOR, for_us, gives_up)
                 # Commands wait in the sockets meanwhile; more than a few dozen add nothing new.
                 stands_us += for_us + 1 + int(random.expovariate(1.0) * gap_us)
+            yield action
+
+    def _with_wipes(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """Add wipes of tenants to the actions, some of them twice."""
+        random, wipes_us = self._wipes, 0
+        for action in actions:
+            if wipes_us <= action[0]:
+                tenant = random.choice(TENANTS)
+                for _ in range(random.choice((1, 1, 2))):
+                    yield (wipes_us, WIPE, f"c{random.randrange(self._settings.clients)}", tenant)
+                wipes_us = action[0] + 1 + int(random.expovariate(1.0) * self._settings.wipe_gap_us)
             yield action
 
     def _with_talks(self) -> Iterator[Action]:

@@ -295,6 +295,8 @@ class SimulatedCoordinator:
             self.checker.full()
             self._ledger.isolation.explained(self.machine.explainer, self.machine.requests.live)
             self._progress.check_shares()
+            for worker in self._world.workers.values():
+                worker.check_files(self.machine.cache)
 
     def to_client(self, number: int, message: Message, sent: Sent) -> None:
         """Record a message for a client and the result of sending it."""

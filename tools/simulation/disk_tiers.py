@@ -19,6 +19,7 @@ from kvforge.protocol.messages import (
     DISK_FAILED,
     DISK_FULL,
     DISK_ORDER_NUMBERS,
+    DISK_WIPE,
     DISK_WRITE,
     DiskEntries,
     DiskOrders,
@@ -33,6 +34,9 @@ OTHER_DISK_SHARE, LATE_SHARE, FAILED_SHARE, FLIPPED_SHARE = 0.1, 0.08, 0.03, 0.0
 ENTRIES_AT_ONCE = 5
 ORDER_US, LATE_US = 3_000, 60_000
 Order = tuple[int, int, int, int, Entry]  # id, kind, host block, disk block, entry
+
+
+NO_RECORD = Record(0, Entry(0, 0, False, b""), 0)
 
 
 class WrongOrder(Exception):
@@ -70,10 +74,10 @@ class SimulatedDisk:
         self._unfinished.clear()
         self._known.clear()
         self._space = self.blocks if self._random.random() < 0.7 else self._random.randrange(self.blocks + 1)
-        records = {block: record for block, (record, _) in self._content.items()}
+        records = {block: record for block, (record, _) in self._content.items() if record is not NO_RECORD}
         self.found, others = usable(records)
-        for block in others:
-            self._content.pop(block)
+        for block in others:  # what is left has no record, but its bytes
+            self._content[block] = (NO_RECORD, self._content[block][1])
 
     def scan(self, message: DiskScan, epoch: int) -> DiskEntries:
         """Return the next entries."""
@@ -82,9 +86,11 @@ class SimulatedDisk:
         for row, (block, entry) in zip(numbers, part, strict=True):
             row[0], row[5] = block, entry.first
             row[1:5] = np.array([entry.value, entry.parent], "<u8").view("<i4")
+        owners = np.array([entry.owner for _, entry in part], "<u8").view("<i4")
         tokens = np.frombuffer(b"".join(entry.tokens for _, entry in part), np.int32)
         last = message.cursor + len(part) >= len(self.found)
-        return DiskEntries(epoch, message.cursor, last, numbers.reshape(-1), tokens)
+        usable = max(self._content, default=-1) + 1
+        return DiskEntries(epoch, message.cursor, last, numbers.reshape(-1), tokens, owners, usable)
 
     def take(
         self, message: DiskOrders, after: Callable[[int, Callable[[], None]], None], ended: Callable[[int], None]
@@ -99,16 +105,17 @@ class SimulatedDisk:
         rows = message.orders.reshape(-1, DISK_ORDER_NUMBERS)
         values = np.ascontiguousarray(rows[:, 4:8]).view("<u8").tolist()
         tokens = iter(message.tokens.reshape(-1, self._size))
+        owners = iter(np.ascontiguousarray(message.owners).view("<u8").tolist())
         for (number, kind, host_block, block, *_, first), (value, parent) in zip(rows.tolist(), values, strict=True):
-            own = next(tokens).tobytes() if kind == DISK_WRITE else b""
+            own, owner = (next(tokens).tobytes(), next(owners)) if kind == DISK_WRITE else (b"", 0)
             if number in self._known:
                 if self._known[number] is not None:
                     ended(number)
                 continue
-            if {host_block} & {order[2] for order in self._unfinished.values()}:
+            if host_block >= 0 and {host_block} & {order[2] for order in self._unfinished.values()}:
                 raise WrongOrder(f"order {number} uses host block {host_block}, as another one does")
             self._known[number] = None
-            self._unfinished[number] = (number, kind, host_block, block, Entry(value, parent, bool(first), own))
+            self._unfinished[number] = (number, kind, host_block, block, Entry(value, parent, bool(first), own, owner))
             late = self._random.random() < LATE_SHARE
             after(1 + self._random.randrange(LATE_US if late else ORDER_US), lambda at=number: ended(at))  # type: ignore[misc]
 
@@ -142,6 +149,12 @@ class SimulatedDisk:
             if host_block in file.flipped or self._random.random() < FLIPPED_SHARE:
                 self._flipped.add(block)
             return DISK_DONE, 0
+        if kind == DISK_WIPE:
+            if fails:
+                return DISK_FAILED, 0
+            self._content.pop(block, None)
+            self._flipped.discard(block)
+            return DISK_DONE, 0
         file.write(host_block, (0, 0), ((), ()))
         if fails:
             return DISK_FAILED, 0
@@ -152,6 +165,10 @@ class SimulatedDisk:
             return DISK_DAMAGED, 0
         file.write(host_block, tag, found[1])
         return DISK_DONE, 0
+
+    def filled(self) -> set[int]:
+        """Return the blocks with bytes of entries."""
+        return set(self._content)
 
     def _put(self, block: int, entry: Entry, cells: Cells) -> None:
         self._number += 1

@@ -66,14 +66,31 @@ def host_blocks_given_up_while_the_disk_reads_them() -> list[Patch]:
 
 
 @fault
+def entries_of_wiped_tenants_are_announced() -> list[Patch]:
+    """A worker that was away when its tenant was wiped brings the entries back."""
+    adopt = DiskTier.adopt
+
+    def without(self: DiskTier, *arguments: Any) -> bool:
+        taken = adopt(self, *arguments[:6])
+        for node in self.nodes.values():
+            if node.block == arguments[0] and taken:
+                node.tag = arguments[6]
+        return taken
+
+    return [(DiskTier, "adopt", without)]
+
+
+@fault
 def announced_entries_of_any_prefix() -> list[Patch]:
     """An announced entry is taken at the place that it names, whatever is before it."""
     adopt = DiskTier.adopt
 
-    def any_prefix(self: DiskTier, block: int, value: int, parent: int, first: bool, tokens: Any, hasher: Any) -> bool:
+    def any_prefix(
+        self: DiskTier, block: int, value: int, parent: int, first: bool, tokens: Any, hasher: Any, tag: int = 0
+    ) -> bool:
         others = [node.value for node in self.nodes.values()]
         if not first and others:
             self._by_value.setdefault(parent, self._by_value[others[0]])
-        return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher)
+        return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher, tag)
 
     return [(DiskTier, "adopt", any_prefix)]

@@ -68,8 +68,8 @@ def entries_of_another_file_hit() -> list[Patch]:
     """The books of a file go on with whatever file the next worker of that name has."""
     attach = HostTiers.attach
 
-    def alike(self: HostTiers, identity: str, total: int, epoch: int) -> HostTier:
-        return attach(self, identity.partition("/")[0], total, epoch)
+    def alike(self: HostTiers, identity: str, total: int, epoch: int, new: bool = False) -> HostTier:
+        return attach(self, identity.partition("/")[0], total, epoch, new)
 
     return [(HostTiers, "attach", alike)]
 
@@ -211,6 +211,35 @@ def block_before_it_written_back_instead() -> list[Patch]:
         return list(found.items())
 
     return [(HostWriteback, "_missing", shifted)]
+
+
+@fault
+def copies_in_flight_survive_a_wipe() -> list[Patch]:
+    """An entry of a wiped tenant is a hit once its copy is acknowledged, and its bytes stay."""
+    wipe = HostTier.wipe
+
+    def settled(self: HostTier, tag: int) -> int:
+        mine = [node for node in self.nodes.values() if node.tag == tag and not node.written]
+        found = wipe(self, tag)
+        for node in mine:
+            node.wiped = False
+        return found
+
+    return [(HostTier, "wipe", settled)]
+
+
+@fault
+def wiped_host_blocks_are_free_at_once() -> list[Patch]:
+    """The blocks of a wiped tenant are free without being overwritten."""
+    wipe = HostTier.wipe
+
+    def freed(self: HostTier, tag: int) -> int:
+        found = wipe(self, tag)
+        self._free.extend(self.to_wipe)
+        self.to_wipe.clear()
+        return found
+
+    return [(HostTier, "wipe", freed)]
 
 
 @fault

@@ -42,6 +42,15 @@ class HostFile:
         self._content[block] = (tag, cells)
         self.flipped.discard(block)
 
+    def wipe(self, block: int) -> None:
+        """Overwrite a block with zeros."""
+        self._content.pop(block, None)
+        self.flipped.discard(block)
+
+    def filled(self) -> set[int]:
+        """Return the blocks with bytes of entries."""
+        return {block for block, (_, (tokens, _)) in self._content.items() if tokens}
+
     def flip(self, random: Random, share: float) -> None:
         """Change the content of a block with this probability, as a flipped bit does."""
         if share and self._content and random.random() < share:

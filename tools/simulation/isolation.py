@@ -35,6 +35,7 @@ from kvforge.protocol.messages import (
     Stats,
     Step,
     Stream,
+    TenantWiped,
     UnrefBlock,
 )
 from tools.simulation.settings import Settings, tenant_of
@@ -101,6 +102,8 @@ class Isolation:
             raise Violation(f"a client of {tenant} purged requests {gone} of others")
         if isinstance(event.message, Drain) and isinstance(reply, Done):
             raise Violation(f"a client of {tenant} drained the coordinator without the right")
+        if isinstance(reply, TenantWiped):
+            raise Violation(f"a client of {tenant} wiped {event.message!r} without the right")
         if isinstance(reply, Refused):
             return
         for request_id in _ids(event.message, "request_id"):

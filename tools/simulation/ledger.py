@@ -36,6 +36,7 @@ from kvforge.protocol.messages import (
     Stats,
     Stream,
     Submit,
+    TenantWiped,
 )
 from tools.simulation.due_times import DueTimes
 from tools.simulation.isolation import Isolation
@@ -311,6 +312,11 @@ class Ledger:
             if sequence_id in self.sequences:  # pins are not booked: no reply names them
                 self.sequences[sequence_id].removed = True
 
+    def _tenantwiped(self, _client: int, command: Any, reply: TenantWiped) -> None:
+        for sequence in self.sequences.values():
+            if sequence.tenant == command.tenant and sequence.request_id not in self.live:
+                sequence.removed = True
+
     def _account(self, sequence: BookedSequence, length: int) -> None:
         """Append what the sequence's last request generated: the oracle's answer up to the length."""
         request = self.requests.get(sequence.request_id)
@@ -521,4 +527,5 @@ _BOOKS: dict[type[Message], Callable[[Ledger, int, Any, Any], None]] = {
     Forked: Ledger._forked,
     SequenceTokens: Ledger._sequencetokens,
     Removed: Ledger._removed,
+    TenantWiped: Ledger._tenantwiped,
 }

@@ -29,8 +29,9 @@ from kvforge.protocol.messages import (
     SamplingParams,
     Submit,
     UnrefBlock,
+    WipeTenant,
 )
-from tools.simulation.actions import AHEAD, COORDINATOR, DEATHS, KEEP_MS, MIX, REWIND, TALK, Action
+from tools.simulation.actions import AHEAD, COORDINATOR, DEATHS, KEEP_MS, MIX, REWIND, TALK, WIPE, Action
 from tools.simulation.clients import PROBE
 from tools.simulation.settings import tenant_of
 
@@ -51,7 +52,9 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK, REWIND, AHEAD) if verb not in DEATHS}
+        self._verbs = {
+            verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK, REWIND, AHEAD, WIPE) if verb not in DEATHS
+        }
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._tenants: dict[str, str] = {}  # tenants of requests without a sequence
 
@@ -231,6 +234,9 @@ class Performer:
 
     def _purge(self, client: SimulatedClient, older_than_ms: int) -> None:
         client.send(PurgeFinished, older_than_ms=older_than_ms)
+
+    def _wipe(self, client: SimulatedClient, tenant: str) -> None:
+        client.send(WipeTenant, tenant=tenant)
 
     # ------------------------------------------------------------------------------------------------------ sequences
 

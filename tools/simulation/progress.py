@@ -161,15 +161,15 @@ class Progress:
     def starts(self, request: Request, group: Group) -> None:
         """Check a start against the requests that it overtakes.
 
-        A request that only one group can hold, and that neither its tenant's ceiling nor its siblings hold up, is
-        overtaken in that group at most `passes_max` times.
+        A request that only one group can hold, and that neither its tenant's ceiling, its siblings nor a disk hold up,
+        is overtaken in that group at most `passes_max` times.
         """
         admission = self._machine.admission
         at_ceiling: set[int] = set()
         for earlier in admission.waiting:
             if earlier is request:
                 break
-            if earlier.tenant in at_ceiling or earlier.awaits_sibling or earlier.awaits_trial:
+            if earlier.tenant in at_ceiling or earlier.awaits_sibling or earlier.awaits_trial or earlier.awaits_disk:
                 continue
             if earlier.at_ceiling:
                 at_ceiling.add(earlier.tenant)

@@ -52,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         writeback: blocks that a step writes back to it at most.
         disk_blocks: blocks of the disk tier of each worker; 0 for none.
         flip_share: share of the steps with host copies before which a bit of a block in the file flips.
+        wipe_gap_us: mean time between two wipes of tenants; 0 for none.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
     """
@@ -106,6 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     writeback: int = 0
     disk_blocks: int = 0
     flip_share: float = 0.0
+    wipe_gap_us: int = 0
     stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
@@ -336,6 +338,7 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
         for ceiling in (random.choice((0, max(1, blocks // 2))),)
     }
     shares = {"flip_share": flips, "writeback": writeback, "quotas": quotas}
+    shares["wipe_gap_us"] = random.choice((0, 10_000, 60_000))
     return msgspec.structs.replace(settings, host_blocks=blocks, **shares)
 
 

@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier
+from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
     GENERATED,
@@ -438,6 +440,26 @@ class SimulatedWorker:
             return
         disk.take(message, self._host.clock.after, lambda number: self._disk_ended(life, number))
 
+    def check_files(self, cache: KVCacheManager) -> None:
+        """Check that the books have each block with bytes of an entry, so that a wipe finds them all."""
+        if not self.alive or not self._registered:
+            return
+        group = next((each for each in cache.groups.values() if each.epoch == self._epoch), None)
+        if group is None or group.host is None:
+            return
+        assert self._file is not None
+        parts: list[tuple[HostTier, set[int]]] = [(group.host.tier, self._file.filled())]
+        if group.disk is not None and self._disk is not None and group.disk.tier.announced:
+            parts.append((group.disk.tier, self._disk.filled()))
+        for tier, filled in parts:
+            alive = [node.tag for node in tier.nodes.values() if node.block != NO_HOST_BLOCK and not node.wiped]
+            if not cache.wipes.dead.keys().isdisjoint(alive):
+                raise Violation(f"{self.name}: entries of wiped tenants can be hits")
+            placed = {node.block for node in tier.nodes.values()}
+            lost = filled.difference(placed, tier.stale, tier.to_wipe, tier.wiping, tier._quarantine)
+            if lost:
+                raise Violation(f"{self.name}: blocks {sorted(lost)} have bytes of entries that no wipe would find")
+
     def _disk_ended(self, life: tuple[int, int], number: int) -> None:
         if not self.alive or life != (self.lives, self._pools) or self.hangs:
             return
@@ -501,6 +523,7 @@ class SimulatedWorker:
         pool |= {"drafts": settings.drafts}
         if self._file is not None:
             pool |= {"host_blocks": self._file.blocks, "host_identity": self._file.identity}
+            pool |= {"host_new": not self._file.filled()}
             pool |= {"disk_blocks": self._disk.blocks if self._disk is not None else 0}
         self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
@@ -585,7 +608,7 @@ class SimulatedWorker:
 
     def carry_out(self, step: Step, took_us: int) -> StepResult:
         """Execute a step exactly as the message says: host copies, zeroing, copies, writes, sampling."""
-        if not step.host_writes.size and not step.host_reads.size:
+        if not step.host_writes.size and not step.host_reads.size and not step.host_wipes.size:
             return self._computed(step, took_us)
         copied, missed = self._host_copied(step)
         result = msgspec.structs.replace(self._computed(step, took_us), host_copied=copied, host_missed=missed)
@@ -604,6 +627,8 @@ class SimulatedWorker:
         if file is None:
             raise Violation(f"{self.name} has no host file, but step {step.step_id} copies from or to it")
         writes, reads = copies_of(step.host_writes.tolist()), copies_of(step.host_reads.tolist())
+        for host_block in step.host_wipes.tolist():
+            file.wipe(host_block)
         sources = [memory.cells(block) for block, *_ in writes]
         for (_, host_block, low, high), cells in zip(writes, sources, strict=True):
             file.write(host_block, (low, high), cells)
@@ -619,7 +644,8 @@ class SimulatedWorker:
             if found is None:
                 raise Violation(f"{self.name} step {step.step_id}: host block {host_block} has other content")
             memory.put_cells(block, found)
-        return np.array([copy[1] for copy in (*writes, *reads)], np.int32), np.array(missed, np.int32)
+        copied = [*(copy[1] for copy in (*writes, *reads)), *step.host_wipes.tolist()]
+        return np.array(copied, np.int32), np.array(missed, np.int32)
 
     def _computed(self, step: Step, took_us: int) -> StepResult:
         assert self._reader is not None

@@ -26,6 +26,7 @@ from kvforge.protocol.messages import (
     DISK_FAILED,
     DISK_ORDER_NUMBERS,
     DISK_READ,
+    DISK_WIPE,
     DISK_WRITE,
     DiskEntries,
     DiskOrders,
@@ -34,12 +35,13 @@ from kvforge.protocol.messages import (
     Int32Array,
 )
 
-from .copying import HEAD_NUMBERS, RESULT_NUMBERS, CopyingSettings
+from .copying import HEAD_NUMBERS, OWNER_NUMBERS, RESULT_NUMBERS, CopyingSettings
 
 AT_ONCE = 8  # orders that the process has
 KNOWN_MAX = 1 << 14  # answered orders that are remembered: more than a coordinator has in flight
 ENTRIES_BYTES = 256 << 10  # of one DiskEntries
 START_S, END_S = 120.0, 10.0
+NO_OWNER: Int32Array = np.zeros(OWNER_NUMBERS, np.int32)
 log = logging.getLogger("worker")
 
 
@@ -51,6 +53,7 @@ class Process:
     socket: socket.socket
     entries: Int32Array
     dropped: int
+    usable: int
 
 
 class DiskCopier:
@@ -71,7 +74,7 @@ class DiskCopier:
     def __init__(self, settings: CopyingSettings, host: int, locks: tuple[int, ...] = ()) -> None:
         self._settings, self._host, self._locks = settings, host, locks
         self.blocks = settings.segments_max * settings.geometry.slots
-        self._width = DISK_ORDER_NUMBERS + settings.block_tokens
+        self._width = DISK_ENTRY_NUMBERS + OWNER_NUMBERS + settings.block_tokens
         self._start()
 
     def _start(self) -> None:
@@ -101,15 +104,14 @@ class DiskCopier:
         ours.settimeout(START_S)
         try:
             head = np.frombuffer(_received(ours, 4 * HEAD_NUMBERS), np.int32)
-            width = DISK_ENTRY_NUMBERS + self._settings.block_tokens
-            entries = np.frombuffer(_received(ours, 4 * width * int(head[0])), np.int32).reshape(-1, width)
+            entries = np.frombuffer(_received(ours, 4 * self._width * int(head[0])), np.int32).reshape(-1, self._width)
         except OSError as error:
             process.kill()
             process.wait()
             ours.close()
             raise WorkerError(f"the process of the disk tier did not start ({error}): see its log") from None
         ours.setblocking(False)
-        return Process(process, ours, entries, int(head[1]))
+        return Process(process, ours, entries, int(head[1]), int(head[2]))
 
     # ----------------------------------------------------------------------------------------------------------- orders
 
@@ -122,26 +124,31 @@ class DiskCopier:
         entries = self._process.entries if self._process is not None else np.zeros((0, self._width), np.int32)
         count = max(1, ENTRIES_BYTES // (4 * self._width))
         part = entries[scan.cursor : scan.cursor + count]
-        numbers, tokens = part[:, :DISK_ENTRY_NUMBERS].reshape(-1), part[:, DISK_ENTRY_NUMBERS:].reshape(-1)
-        return DiskEntries(scan.epoch, scan.cursor, scan.cursor + len(part) >= len(entries), numbers, tokens)
+        columns = np.split(part, [DISK_ENTRY_NUMBERS, DISK_ENTRY_NUMBERS + OWNER_NUMBERS], axis=1)
+        numbers, owners, tokens = (column.reshape(-1) for column in columns)
+        last, usable = scan.cursor + len(part) >= len(entries), self._process.usable if self._process is not None else 0
+        return DiskEntries(scan.epoch, scan.cursor, last, numbers, tokens, owners, usable)
 
     def take(self, message: DiskOrders) -> None:
         """Queue orders. Those that came before are answered again, once they have ended."""
         size = self._settings.block_tokens
         tokens = iter(message.tokens.reshape(-1, size))
+        owners = iter(message.owners.reshape(-1, OWNER_NUMBERS))
         for row in message.orders.reshape(-1, DISK_ORDER_NUMBERS):
             number, kind, host, slot = row[:4].tolist()
-            own = next(tokens) if kind == DISK_WRITE else np.zeros(size, np.int32)
+            writes = kind == DISK_WRITE
+            own = next(tokens) if writes else np.zeros(size, np.int32)
+            owner = next(owners, NO_OWNER) if writes else NO_OWNER
             if number in self._known:
                 outcome = self._known[number]
                 if outcome is not None:
                     self._answers.append((number, *outcome))
                 continue
             self._known[number] = None
-            if not 0 <= host < self._settings.host_blocks or not 0 <= slot < self.blocks:
+            if (kind != DISK_WIPE and not 0 <= host < self._settings.host_blocks) or not 0 <= slot < self.blocks:
                 self._answer(number, DISK_FAILED, 0)
                 continue
-            self._queues[kind != DISK_READ].append(np.concatenate([row, own]))
+            self._queues[kind != DISK_READ].append(np.concatenate([row, owner, own]))
         self._feed()
 
     def results(self, epoch: int) -> DiskResults | None:

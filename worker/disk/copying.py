@@ -5,8 +5,8 @@ last until it has ended too. Over a socket it announces what it recovered, then 
 
 | direction | bytes |
 |---|---|
-| to the worker, once | the head: entries, and damaged records that were dropped; then each entry |
-| from the worker | orders, as rows of `DiskOrders` with tokens behind each |
+| to the worker, once | the head: entries, damaged records, slots that exist; then each entry, its owner and tokens |
+| from the worker | orders, as rows of `DiskOrders` with owner and tokens behind each |
 | to the worker | results, as rows of `DiskResults` |
 
 All numbers are int32 in native order. The end of the socket ends the process, after it has written all to the disk.
@@ -30,6 +30,7 @@ from kvforge.protocol.messages import (
     DISK_FULL,
     DISK_NOT_FOUND,
     DISK_ORDER_NUMBERS,
+    DISK_WIPE,
     DISK_WRITE,
     Int32Array,
 )
@@ -42,7 +43,7 @@ from .sealing import Sealer, read_key
 from .segments import Geometry
 from .store import BlockStore, Damaged, DiskFull, NotFound
 
-HEAD_NUMBERS, RESULT_NUMBERS = 2, 3
+HEAD_NUMBERS, RESULT_NUMBERS, OWNER_NUMBERS = 3, 3, 2
 log = logging.getLogger("worker")
 
 
@@ -103,26 +104,34 @@ class Copying:
         self._logged = ""
 
     def recovered(self) -> Int32Array:
-        """Return the head and the entries of earlier lives: [2 + n * (6 + block_tokens)] int32."""
+        """Return the head and the entries of earlier lives: [3 + n * (8 + block_tokens)] int32."""
         found = self._store.recover()
         entries, _ = usable(found.records)
-        width = DISK_ENTRY_NUMBERS + self._block_tokens
+        tokens_at = DISK_ENTRY_NUMBERS + OWNER_NUMBERS
+        width = tokens_at + self._block_tokens
         rows = np.zeros((len(entries), width), np.int32)
         for row, (slot, entry) in zip(rows, entries, strict=True):
             row[0], row[5] = slot, entry.first
             row[1:5] = np.array([entry.value, entry.parent], np.uint64).view(np.int32)
-            row[DISK_ENTRY_NUMBERS:] = np.frombuffer(entry.tokens, np.int32)
-        return np.concatenate([np.array([len(entries), found.dropped], np.int32), rows.reshape(-1)])
+            row[DISK_ENTRY_NUMBERS:tokens_at] = np.array([entry.owner], np.uint64).view(np.int32)
+            row[tokens_at:] = np.frombuffer(entry.tokens, np.int32)
+        head = np.array([len(entries), found.dropped, self._store.usable], np.int32)
+        return np.concatenate([head, rows.reshape(-1)])
 
     def carry_out(self, order: Int32Array) -> Int32Array:
-        """Carry out one order: [9 + block_tokens] int32. Return its result, [3] int32."""
+        """Carry out one order: [11 + block_tokens] int32. Return its result, [3] int32."""
         number, kind, host, slot = order[:4].tolist()
         value, parent = np.ascontiguousarray(order[4:8]).view(np.uint64).tolist()
         usable_slots = 0
         try:
             if kind == DISK_WRITE:
-                entry = Entry(value, parent, bool(order[8]), order[DISK_ORDER_NUMBERS:].tobytes())
+                tokens_at = DISK_ORDER_NUMBERS + OWNER_NUMBERS
+                (owner,) = np.ascontiguousarray(order[DISK_ORDER_NUMBERS:tokens_at]).view(np.uint64).tolist()
+                entry = Entry(value, parent, bool(order[8]), order[tokens_at:].tobytes(), owner)
                 outcome = self._write(host, slot, entry)
+            elif kind == DISK_WIPE:
+                self._store.wipe(slot)
+                outcome = DISK_DONE
             else:
                 outcome = self._read(host, slot, value)
         except DiskFull as error:
@@ -169,7 +178,7 @@ def main() -> int:
     with socket.socket(fileno=settings.socket) as worker:
         worker.setblocking(True)
         worker.sendall(copying.recovered().tobytes())
-        size = 4 * (DISK_ORDER_NUMBERS + settings.block_tokens)
+        size = 4 * (DISK_ORDER_NUMBERS + OWNER_NUMBERS + settings.block_tokens)
         while len(order := worker.recv(size, socket.MSG_WAITALL)) == size:
             worker.sendall(copying.carry_out(np.frombuffer(order, np.int32)).tobytes())
     store.close()

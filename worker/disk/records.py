@@ -6,7 +6,7 @@ A record takes whole sectors of 512 bytes. Little-endian:
 |---|---|
 | 8 | magic, which is zero where the slot is empty |
 | 24, 16 | nonce and tag of the rest, zero without a key |
-| ... | identity, slot, number of the write and a bit for `first`, chain value, parent's value |
+| ... | identity, slot, number of the write and a bit for `first`, chain value, parent's value, owner |
 | ... | checksum, nonce and tag of the block, and its tokens |
 | 16 | BLAKE2b of all before |
 
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from .sealing import NO_NONCE, NO_TAG, NONCE_BYTES, TAG_BYTES, Sealer, Unsealed
 
-MAGIC = b"kvfDisk1"
+MAGIC = b"kvfDisk2"
 SECTOR = 512
 SUM_BYTES = 16
 _OUTER = struct.Struct(f"<8s{NONCE_BYTES}s{TAG_BYTES}s")
-_INNER = struct.Struct(f"<16sQQQQQ{NONCE_BYTES}s{TAG_BYTES}s")
+_INNER = struct.Struct(f"<16sQQQQQQ{NONCE_BYTES}s{TAG_BYTES}s")
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,14 @@ class Entry:
         parent: That of the block before it, or the salt of the chain. A salt has 62 bits.
         first: The block is the first one of its chain, and `parent` is the salt.
         tokens: Its tokens in the form in which they are indexed, int32, little-endian.
+        owner: The tag of the tenant that it belongs to; 0 for none.
     """
 
     value: int
     parent: int
     first: bool
     tokens: bytes
+    owner: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def pack(record: Record, identity: bytes, slot: int, sealer: Sealer, size: int) 
     """
     entry = record.entry
     number = record.number << 1 | entry.first
-    fields = (number, entry.value, entry.parent, record.checksum)
+    fields = (number, entry.value, entry.parent, entry.owner, record.checksum)
     inner = _INNER.pack(identity, slot, *fields, record.nonce, record.tag) + entry.tokens
     inner += bytes(size - _OUTER.size - SUM_BYTES - len(inner))
     nonce, tag, sealed = sealer.seal(inner, place(identity, slot))
@@ -100,11 +102,11 @@ def unpack(packed: bytes, identity: bytes, slot: int, sealer: Sealer, block_toke
         inner = sealer.unseal(nonce, tag, body[_OUTER.size :], place(identity, slot))
     except Unsealed:
         return None
-    known, at, number, value, parent, checksum, nonce, tag = _INNER.unpack_from(inner)
+    known, at, number, value, parent, owner, checksum, nonce, tag = _INNER.unpack_from(inner)
     if (known, at) != (identity, slot):
         return None
     tokens = bytes(inner[_INNER.size : _INNER.size + 4 * block_tokens])
-    return Record(number >> 1, Entry(value, parent, bool(number & 1), tokens), checksum, nonce, tag)
+    return Record(number >> 1, Entry(value, parent, bool(number & 1), tokens, owner), checksum, nonce, tag)
 
 
 def is_empty(packed: bytes) -> bool:

@@ -198,6 +198,18 @@ class Segments:
             file, record_at, _ = self._place(slot)
             _write(file, bytes(self.geometry.record_bytes), record_at)
 
+    def wipe(self, slot: int) -> None:
+        """Overwrite the record and the block of a slot with zeros, on the disk.
+
+        Raises:
+            OSError: The disk failed.
+        """
+        if slot < self.usable:
+            file, record_at, block_at = self._place(slot)
+            _write(file, bytes(self.geometry.record_bytes), record_at)
+            _write(file, bytes(self.geometry.stride), block_at)
+            os.fdatasync(file)
+
     def close(self) -> None:
         """Write everything to the disk, and close the files.
 

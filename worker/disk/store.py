@@ -96,6 +96,13 @@ class BlockStore(Protocol):
             OSError: The store failed.
         """
 
+    def wipe(self, slot: int) -> None:
+        """Drop the entry of a slot, and overwrite what the slot holds, so that it cannot be read again.
+
+        Raises:
+            OSError: The store failed. The slot may have any content.
+        """
+
     def close(self) -> None:
         """Write what is not written yet, and close the store.
 

@@ -280,6 +280,12 @@ class HostTransfers:
             loaded.time.end = self._in.mark(timed=True)
         return loaded
 
+    def wipe(self, hosts: Int32Array) -> None:
+        """Overwrite host blocks that no copy uses with zeros: [n] int32, checked by `bad_host_copies`."""
+        self.file.tags[hosts] = 0
+        self.file.sums[hosts] = 0
+        self.file.data[hosts] = 0
+
     def close(self) -> None:
         """Unlock the file. All steps with copies have been finished."""
         self._device.synchronize()
@@ -353,6 +359,9 @@ def bad_host_copies(step: Step, blocks: int, host_blocks: int) -> InvalidRequest
             return InvalidRequest(name, f"names a block outside the pool's {blocks} or the file's {host_blocks}")
         if np.unique(ids[:, written]).size < len(ids):
             return InvalidRequest(name, "writes a block twice")
+    wipes = step.host_wipes
+    if wipes.size and (wipes.min() < 0 or wipes.max() >= host_blocks):
+        return InvalidRequest("host_wipes", f"names a block outside the file's {host_blocks}")
     return None
 
 
@@ -364,6 +373,11 @@ def _parts(copies: Int32Array) -> tuple[Indices, Indices, Sums]:
 
 
 def copied_blocks(step: Step) -> Int32Array:
-    """Return the host blocks of a step's copies in the order of `StepResult.host_copied`."""
+    """Return the host blocks that a step copies or wipes, in the order of `StepResult.host_copied`."""
     copies = np.concatenate([step.host_writes, step.host_reads]).reshape(-1, COPY_NUMBERS)
-    return np.ascontiguousarray(copies[:, 1]) if len(copies) else NO_INT32
+    return np.concatenate([copies[:, 1], step.host_wipes])
+
+
+def uses_host(step: Step) -> bool:
+    """Return whether a step copies or wipes host blocks."""
+    return bool(step.host_writes.size or step.host_reads.size or step.host_wipes.size)

@@ -326,6 +326,7 @@ class Worker:
             drafts=self._engine.runner.limits.drafts_max,
             host_blocks=host.file.blocks if host is not None else 0,
             host_identity=host.file.identity if host is not None else "",
+            host_new=host is not None and not host.file.found,
             disk_blocks=disk.blocks if disk is not None else 0,
         )
         self._connection.watch(None, 0)

@@ -49,7 +49,7 @@ from kvforge.worker.sampling.scoring import FINITE_COLUMN, ScoredPart, score, to
 from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows, find_malformed
 from .draft_checks import drafts_possible
 from .graphs import DecodeGraphs
-from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks
+from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
 from .meter import Meter
 from .pending import PendingStep, StepOutcome, joined
 from .prompt_graphs import PromptGraphs, can_capture
@@ -215,11 +215,12 @@ class ModelRunner:
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
         fault = find_malformed(step, tables, self.limits, states, windows)
-        if fault is None and (step.host_writes.size or step.host_reads.size):
+        uses = uses_host(step)
+        if fault is None and uses:
             fault = bad_host_copies(step, self.limits.blocks, self.host.file.blocks if self.host is not None else 0)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
-        copies = fault is None and bool(step.host_writes.size or step.host_reads.size)
+        copies = fault is None and uses
         if copies:
             self._save(step, pending)
         try:
@@ -240,9 +241,11 @@ class ModelRunner:
         return pending
 
     def _save(self, step: Step, pending: PendingStep) -> None:
-        """Queue a step's copies to the host."""
+        """Wipe host blocks, and queue a step's copies to the host."""
         assert self.host is not None, "a malformed step copies nothing"
         with _host_copies():
+            if step.host_wipes.size:
+                self.host.wipe(step.host_wipes)
             pending.host = HostWork(self.host.save(step.host_writes) if step.host_writes.size else None)
 
     def _load(self, step: Step, pending: PendingStep) -> None:

@@ -273,6 +273,26 @@ class BlockPool:
         if self.zeroing is not None:
             self.zeroing.forget_tenant(tenant)
 
+    def wipe(self, tenant: int) -> int:
+        """Remove a tenant's blocks without holders from the index, and free them: no host tier gets their content.
+
+        Returns:
+            How many there were. Those that a step in flight may touch become free behind it.
+        """
+        gone: list[int] = []
+        while entries := self._lru.get(tenant):
+            self._evict_with_parts(next(iter(entries)), gone)
+        count = len(gone)
+        self._free_evicted(gone)
+        blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
+        waiting = ids[(blocks.state[ids] == QUARANTINED) & (blocks.owner[ids] == tenant) & blocks.indexed[ids]]
+        for block in waiting.tolist():
+            if blocks.indexed[block]:  # otherwise it went with the entry that it hung on
+                self._evict_with_parts(block, gone)
+        self._free_evicted(gone)
+        self._waits.wake(self._gain)
+        return count + int(waiting.size)
+
     def recharge(self, block: int, tenant: int) -> None:
         """Charge a held block to `tenant` from now on."""
         owner = int(self.blocks.owner[block])

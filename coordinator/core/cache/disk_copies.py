@@ -26,6 +26,7 @@ from kvforge.protocol.messages import (
     DISK_FULL,
     DISK_NOT_FOUND,
     DISK_READ,
+    DISK_WIPE,
     DISK_WRITE,
     DiskEntries,
     DiskOrders,
@@ -38,6 +39,7 @@ from .disk_tier import DiskTier
 from .hashing import BlockHasher, Hashes
 from .host_tier import NO_HOST_BLOCK, HostTier
 from .prefix_cache import Tokens, root_key
+from .wipes import NO_TAG
 
 ORDERS_MAX = 1 << 12  # in flight, reads and writes: bounds a message
 WRITES_MAX = 64  # in flight: so many blocks of the host tier cannot be given up
@@ -49,9 +51,9 @@ class DiskOrder(msgspec.Struct):
     """An order in flight.
 
     Attributes:
-        kind: DISK_WRITE or DISK_READ.
-        host: The node of the host tier.
-        disk: The node of the disk tier.
+        kind: DISK_WRITE, DISK_READ or DISK_WIPE.
+        host: The node of the host tier; 0 for none.
+        disk: The node of the disk tier, or the block that is wiped.
         load: The load that it belongs to; 0 for none.
         sent: Whether it has been sent to the worker's present connection.
     """
@@ -107,19 +109,26 @@ class DiskCopies:
             raise ProtocolError(f"disk_entries: {sizes} are not those of entries with {block_size} tokens")
         rows = message.entries.reshape(count, DISK_ENTRY_NUMBERS)
         blocks = rows[:, 0]
-        used = {node.block for node in self.tier.nodes.values()}
+        used = {*(node.block for node in self.tier.nodes.values()), *self.tier.to_wipe}
         if count and (blocks.min() < 0 or blocks.max() >= self.tier.total or np.unique(blocks).size < count):
             raise ProtocolError(f"disk_entries: a block twice, or outside the tier's {self.tier.total}")
         if not used.isdisjoint(blocks.tolist()):
             raise ProtocolError("disk_entries: a block was announced before")
         values = np.ascontiguousarray(rows[:, 1:5]).astype("<i4").view("<u8")
         tokens = message.tokens.reshape(count, block_size)
-        for row, (value, parent), own in zip(rows.tolist(), values.tolist(), tokens, strict=True):
-            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher)
+        owners = [NO_TAG] * count
+        if message.owners.size:
+            if message.owners.size != 2 * count:
+                raise ProtocolError(
+                    f"disk_entries: {message.owners.size} numbers are not the owners of {count} entries"
+                )
+            owners = np.ascontiguousarray(message.owners).astype("<i4").view("<u8").tolist()
+        for row, (value, parent), own, tag in zip(rows.tolist(), values.tolist(), tokens, owners, strict=True):
+            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher, tag)
         self.cursor += count
         self.scanning = 0 if message.last else 1
         if message.last:
-            self.tier.end_announcement()
+            self.tier.end_announcement(message.usable)
             self.wanted.update(dict.fromkeys(self._host.cached_nodes()))
 
     def came_back(self) -> None:
@@ -160,6 +169,7 @@ class DiskCopies:
                 tier.prune(disk_id)
                 tier.unsaved_total += 1
                 continue
+            tier.nodes[disk_id].tag = node.tag
             host.hold(node_id)
             self._order(DiskOrder(DISK_WRITE, node_id, disk_id))
             return True
@@ -293,6 +303,8 @@ class DiskCopies:
             return DiskScan(epoch, self.cursor)
         if self.off or not self.tier.announced:
             return None
+        for block in self.tier.next_wipes(ORDERS_MAX - len(self.orders)) if self.tier.to_wipe else ():
+            self._order(DiskOrder(DISK_WIPE, 0, block))
         if self.wanted:
             writes = sum(order.kind == DISK_WRITE for order in self.orders.values())
             most = min(WRITES_MAX, max(1, self._host.total // 4))
@@ -308,18 +320,25 @@ class DiskCopies:
         rows: list[tuple[int, ...]] = []
         values: list[tuple[int, int]] = []
         tokens: list[bytes] = []
+        owners: list[int] = []
         for number, order in due:
             order.sent = True
+            if order.kind == DISK_WIPE:
+                rows.append((number, order.kind, -1, order.disk, 0))
+                values.append((0, 0))
+                continue
             node = tier[order.disk]
             first = node.parent < 0
             rows.append((number, order.kind, host[order.host].block, node.block, first))
             values.append((node.value, -node.parent - 1 if first else tier[node.parent].value))
             if order.kind == DISK_WRITE:
                 tokens.append(node.tokens)
+                owners.append(node.tag)
         numbers = np.zeros((len(due), 9), np.int32)
         numbers[:, (0, 1, 2, 3, 8)] = rows
         numbers[:, 4:8] = np.array(values, "<u8").view("<i4")
-        return DiskOrders(epoch, numbers.reshape(-1), np.frombuffer(b"".join(tokens), np.int32))
+        tags = np.array(owners, "<u8").view("<i4")
+        return DiskOrders(epoch, numbers.reshape(-1), np.frombuffer(b"".join(tokens), np.int32), tags)
 
     def ended(self, message: DiskResults) -> list[int]:
         """Record orders that have ended.
@@ -346,6 +365,8 @@ class DiskCopies:
             self.failures = self.failures + 1 if outcome == DISK_FAILED else 0
             if order.kind == DISK_WRITE:
                 self._written(order, outcome, usable)
+            elif order.kind == DISK_WIPE:
+                self.tier.wiped(order.disk) if outcome == DISK_DONE else self.tier.not_wiped(order.disk)
             else:
                 self._read(order, outcome)
                 left = self.loads[order.load]
@@ -391,7 +412,7 @@ class DiskCopies:
         for order in self.orders.values():
             if order.kind == DISK_WRITE:
                 self._host.release(order.host)
-            else:
+            elif order.kind == DISK_READ:
                 self._host.drop(order.host, quarantine=True)
         over = list(self.loads)
         self.orders.clear()
@@ -414,11 +435,13 @@ class DiskCopies:
         """Check that each order in flight has its blocks, and that nothing else uses one."""
         tier, readers, writes = self.tier, dict[int, int](), set[int]()
         tier.check_invariants()
+        wiped = {order.disk for order in self.orders.values() if order.kind == DISK_WIPE}
+        assert wiped == tier.wiping, "disk blocks that orders wipe"
         for number, order in self.orders.items():
             if order.kind == DISK_WRITE:
                 assert order.disk not in writes, "a disk block is written twice"
                 writes.add(order.disk)
-            else:
+            elif order.kind == DISK_READ:
                 readers[order.disk] = readers.get(order.disk, 0) + 1
                 assert number in self.loads[order.load] and self._loading[order.host] == order.load, "a load"
         for node_id, node in tier.nodes.items():

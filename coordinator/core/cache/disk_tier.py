@@ -14,6 +14,7 @@ import numpy as np
 from .hashing import BlockHasher, Hashes
 from .host_tier import NO_HOST_BLOCK, HostTier
 from .prefix_cache import Tokens, root_key
+from .wipes import NO_TAG, Wipes
 
 
 class DiskTier(HostTier):
@@ -27,8 +28,8 @@ class DiskTier(HostTier):
         late_total: Requests that stopped waiting for the disk.
     """
 
-    def __init__(self, total: int, nodes_max: int) -> None:
-        super().__init__("", total, nodes_max)
+    def __init__(self, total: int, nodes_max: int, wipes: Wipes | None = None) -> None:
+        super().__init__("", total, nodes_max, wipes=wipes)
         self._free.clear()
         self.announced = False
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
@@ -36,9 +37,11 @@ class DiskTier(HostTier):
     @property
     def quarantined(self) -> int:
         """Blocks that may hold an entry that was not announced yet, or that cannot be written."""
-        return len(self._quarantine) if self.announced else self.total - self.cached
+        return super().quarantined if self.announced else self.total - self.cached
 
-    def adopt(self, block: int, value: int, parent: int, first: bool, tokens: Tokens, hasher: BlockHasher) -> bool:
+    def adopt(
+        self, block: int, value: int, parent: int, first: bool, tokens: Tokens, hasher: BlockHasher, tag: int = NO_TAG
+    ) -> bool:
         """Take an entry that the worker found, if the coordinator itself would name it so.
 
         Args:
@@ -48,35 +51,55 @@ class DiskTier(HostTier):
             first: Whether it is the first block of its chain.
             tokens: Its tokens, [block_size] int32.
             hasher: Makes hashes under this coordinator's key.
+            tag: The tag of its owner; NO_TAG if it is not known.
 
         Returns:
             Whether it can be hit. Otherwise its block becomes free once all entries were announced.
         """
         assert not self.announced
+        if self._wipes is not None and tag in self._wipes.dead:
+            self.to_wipe.append(block)
+            self.pruned_total += 1
+            return False
         before = root_key(parent) if first else self._by_value.get(parent)
         known = before is not None and int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0]) == value
         node_id = self.add(before, value, tokens.tobytes()) if known and before is not None else None
         if node_id is None or self.nodes[node_id].block != NO_HOST_BLOCK:
             self.pruned_total += 1
             return False
-        self.nodes[node_id].block = block
+        self.nodes[node_id].block, self.nodes[node_id].tag = block, tag
         self.filled(node_id)
         self._lru.add_oldest(node_id, 0)  # later chains are announced first, and parents before children
         self.recovered_total += 1
         return True
 
-    def end_announcement(self) -> None:
-        """All entries were announced: the other blocks are free."""
+    def end_announcement(self, usable: int = 0) -> None:
+        """All entries were announced: the other blocks are free, and those below `usable` may have any bytes."""
         assert not self.announced
         self.announced = True
-        taken = {node.block for node in self.nodes.values()}
-        self._free.extend(block for block in range(self.total - 1, -1, -1) if block not in taken)
+        taken = {*(node.block for node in self.nodes.values()), *self.to_wipe}
+        self._free = [block for block in range(self.total - 1, -1, -1) if block not in taken]
+        self.stale = {block for block in self._free if block < usable}
+
+    def _wipe_unused(self) -> None:
+        """Overwrite free blocks that may have bytes of any tenant. What cannot be written stays as it is."""
+        if not self.announced:
+            return
+        kept, self._quarantine = self._quarantine, []
+        super()._wipe_unused()
+        self._quarantine = kept
+
+    def not_wiped(self, block: int) -> None:
+        """Record that a block cannot be overwritten: it is not used any more."""
+        self.wiping.remove(block)
+        self._quarantine.append(block)
 
     def limit(self, usable: int) -> int:
         """Give up the free blocks from `usable` on, for which the disk has no space. Return how many they are."""
         lost = [block for block in self._free if block >= usable]
         self._quarantine.extend(lost)
         self._free = [block for block in self._free if block < usable]
+        self.stale.difference_update(lost)
         return len(lost)
 
     def entries(self, root: int, tokens: Tokens, hashes: Hashes, first: int, end: int) -> tuple[int, ...]:
@@ -88,5 +111,6 @@ class DiskTier(HostTier):
         if self.announced:
             super().check_invariants()
             return
-        blocks = [node.block for node in self.nodes.values()]
-        assert len(set(blocks)) == len(blocks) == self.cached and not self._free, "an announced disk block"
+        blocks = [node.block for node in self.nodes.values() if node.block != NO_HOST_BLOCK]
+        assert len(blocks) == self.cached, "an announced disk block"
+        assert len({*blocks, *self.to_wipe}) == len(blocks) + len(self.to_wipe), "a disk block is at two places"

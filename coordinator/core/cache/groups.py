@@ -313,10 +313,10 @@ class Group:
         self.copies.clear()
         return np.array(triples, np.int32)
 
-    def flush_host_copies(self, step: int) -> tuple[Int32Array, Int32Array]:
+    def flush_host_copies(self, step: int) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Return and clear the host copies that a step carries: see `HostCopies.flush`."""
         if self.host is None:
-            return NO_INT32, NO_INT32
+            return NO_INT32, NO_INT32, NO_INT32
         self.order_writeback()
         return self.host.flush(step)
 

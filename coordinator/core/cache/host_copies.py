@@ -34,6 +34,7 @@ from .sequences import Sequences
 
 COPY_NUMBERS = 4  # block, host block, and the halves of the tag
 READS_MAX = 1 << 16  # of one step: bounds its message; what is beyond is computed
+WIPES_MAX = 16  # of one step, whose worker overwrites them itself
 WRITES_MAX = 4096  # of one step; blocks evicted beyond are lost, as they are without a tier
 
 
@@ -52,11 +53,12 @@ class HostLoad(msgspec.Struct):
 
 
 class SentCopies(msgspec.Struct, frozen=True):
-    """The host copies of a step in flight: the nodes of the blocks that it writes and reads."""
+    """The host copies of a step in flight: nodes that it writes and reads, and blocks that it wipes."""
 
     step: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
+    wipes: tuple[int, ...] = ()
 
 
 class HostCopies:
@@ -86,7 +88,14 @@ class HostCopies:
     @property
     def pending(self) -> bool:
         """Whether the next step carries copies."""
-        return bool(self.writes or self.reads)
+        return bool(self.writes or self.reads or self.tier.to_wipe)
+
+    def wipe(self, tag: int) -> int:
+        """Drop the entries of a tenant: see `HostTier.wipe`. Copies to the host that are not sent yet are not made."""
+        unsent = [block for block, node_id in self.writes.items() if self.tier.nodes[node_id].tag == tag]
+        for block in unsent:
+            self.tier.drop(self.writes.pop(block))
+        return self.tier.wipe(tag)
 
     # ---------------------------------------------------------------------------------------------------------- down
 
@@ -192,14 +201,15 @@ class HostCopies:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def flush(self, step: int) -> tuple[Int32Array, Int32Array]:
-        """Return and clear the copies that a step carries, as `Step.host_writes` and `Step.host_reads`."""
+    def flush(self, step: int) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Return and clear what a step carries, as `Step.host_writes`, `Step.host_reads` and `Step.host_wipes`."""
         if not self.pending:
-            return NO_INT32, NO_INT32
-        self.sent.append(SentCopies(step, tuple(self.writes.values()), tuple(self.reads.values())))
+            return NO_INT32, NO_INT32, NO_INT32
+        wipes = self.tier.next_wipes(WIPES_MAX)
+        self.sent.append(SentCopies(step, tuple(self.writes.values()), tuple(self.reads.values()), tuple(wipes)))
         for load in self.loads.values():
             load.step = load.step or step
-        copies = self._copies_of(self.writes), self._copies_of(self.reads)
+        copies = self._copies_of(self.writes), self._copies_of(self.reads), np.array(wipes, np.int32)
         self.writes.clear()
         self.reads.clear()
         return copies
@@ -215,11 +225,12 @@ class HostCopies:
         return copies.reshape(-1)
 
     def due(self, step: int) -> Int32Array | None:
-        """Return the host blocks of a step's copies, writes first: [n] int32; None for a step without any."""
+        """Return the host blocks of a step's writes, reads and wipes: [n] int32; None for a step without any."""
         if not self.sent or self.sent[0].step != step:
             return None
         sent, nodes = self.sent[0], self.tier.nodes
-        return np.array([nodes[node_id].block for node_id in (*sent.writes, *sent.reads)], np.int32)
+        copied = [nodes[node_id].block for node_id in (*sent.writes, *sent.reads)]
+        return np.array([*copied, *sent.wipes], np.int32)
 
     def missed(self, step: int, missed: Int32Array) -> list[int]:
         """Record the entries that a step did not find on the host. Call it before `step_done`.
@@ -269,9 +280,12 @@ class HostCopies:
         if not self.sent or self.sent[0].step != step:
             return
         sent, tier = self.sent.popleft(), self.tier
+        for block in sent.wipes:
+            tier.wiped(block)
         for node_id in sent.writes:
+            wiped = tier.nodes[node_id].wiped
             tier.written(node_id)
-            if self.disk is not None:
+            if self.disk is not None and not wiped:
                 self.disk.want(node_id)
         tier.loaded_total += sum(not tier.nodes[node_id].damaged for node_id in sent.reads)
         for node_id in sent.reads:
@@ -299,6 +313,7 @@ class HostCopies:
         self.reads.clear()
         self.loads.clear()
         self.sent.clear()
+        tier.wipes_lost()
         tier.epoch = 0
 
     # ---------------------------------------------------------------------------------------------------- invariants
@@ -313,6 +328,7 @@ class HostCopies:
             self.disk.check_invariants()
             reads.extend(self.disk.held_nodes())
             writes.extend(self.disk.filled_nodes())
+        assert tier.wiping == {block for sent in self.sent for block in sent.wipes}, "host blocks that steps wipe"
         for node_id in reads:
             readers[node_id] = readers.get(node_id, 0) + 1
         assert len(set(writes)) == len(writes), "a host block is written twice"

@@ -8,7 +8,8 @@ those of the device. `HostTier` has the books of one file:
 - *cached*: the block holds the KV of an entry, and a worker has acknowledged the copy. Only these can be hit.
 - *referenced*: a copy into or out of the block is pending or in flight.
 - *quarantined*: a worker was lost while a step that writes the block was in flight. A hung process may still write it.
-  The worker locks the file for its whole life, so the next process that announces the file ends the quarantine.
+  The worker locks the file for its whole life, so the next process that announces the file ends the quarantine. Also a
+  block whose bytes are being overwritten, because the tenant of its entry was wiped.
 
 An entry is a node of a trie: the tokens of a block behind a parent node. The root is the salt. Nodes are apart from the
 keys of the prefix index, because a key changes when its device block is freed. A node without a block keeps the
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from .hashing import Hashes
 from .host_lru import HostLru
 from .tenants import Tenants
+from .wipes import NO_TAG, Wipes
 
 Tokens = npt.NDArray[np.int32]
 NO_HOST_BLOCK = -1
@@ -48,6 +50,8 @@ class HostNode(msgspec.Struct):
         children: Nodes behind it.
         owner: The tenant that is charged for its block; 0 for none.
         damaged: A read did not find the content in the block, which is freed once nothing reads it.
+        tag: The tenant that was charged when the entry was made, as `Wipes` names it; NO_TAG for none.
+        wiped: The tenant was wiped: the entry is dropped once no copy uses its block, and its bytes are overwritten.
     """
 
     parent: int
@@ -60,6 +64,8 @@ class HostNode(msgspec.Struct):
     children: int = 0
     damaged: bool = False
     owner: int = 0
+    tag: int = NO_TAG
+    wiped: bool = False
 
 
 class HostTier:
@@ -78,10 +84,15 @@ class HostTier:
         unswapped_total: Those that computed the tokens again, because that takes less time or nothing was measured.
         missed_tags_total: Reads that found another entry's tag, or none, in blocks.
         missed_checksums_total: Reads of other bytes than were saved, in blocks.
+        to_wipe: Blocks to overwrite with zeros, oldest first.
+        wiping: Blocks for which that is ordered.
+        stale: Free blocks that may have bytes of an earlier entry.
     """
 
-    def __init__(self, identity: str, total: int, nodes_max: int, tenants: Tenants | None = None) -> None:
-        self.identity, self.total, self._nodes_max = identity, total, nodes_max
+    def __init__(
+        self, identity: str, total: int, nodes_max: int, tenants: Tenants | None = None, wipes: Wipes | None = None
+    ) -> None:
+        self.identity, self.total, self._nodes_max, self._wipes = identity, total, nodes_max, wipes
         self._tenants = tenants if tenants is not None and tenants.has_host_quotas else None
         self.usage: dict[int, int] = {}
         self.epoch = 0
@@ -91,6 +102,9 @@ class HostTier:
         self._free = list(range(total - 1, -1, -1))
         self._lru = HostLru()
         self._quarantine: list[int] = []
+        self.to_wipe: list[int] = []
+        self.wiping: set[int] = set()
+        self.stale: set[int] = set()
         self.saved_total = self.loaded_total = self.evicted_total = self.unsaved_total = 0
         self.swapped_total = self.unswapped_total = 0
         self.missed_tags_total = self.missed_checksums_total = 0
@@ -107,8 +121,8 @@ class HostTier:
 
     @property
     def quarantined(self) -> int:
-        """Blocks that a lost worker may still write."""
-        return len(self._quarantine)
+        """Blocks that a lost worker may still write, or that are being wiped."""
+        return len(self._quarantine) + len(self.to_wipe) + len(self.wiping)
 
     @property
     def referenced(self) -> int:
@@ -218,7 +232,9 @@ class HostTier:
             self.drop(oldest)
             node.children -= 1
         node.block, node.written = self._free.pop(), False
+        self.stale.discard(node.block)
         self._charge(node, owner)
+        node.tag = self._wipes.tag_of(owner) if self._wipes is not None else NO_TAG
         return True
 
     def cached_nodes(self) -> list[int]:
@@ -286,7 +302,10 @@ class HostTier:
         node = self.nodes[node_id]
         assert node.block != NO_HOST_BLOCK and not node.written
         node.written = True
-        self._lru.add(node_id, node.owner)
+        if node.wiped:  # while the copy was in flight
+            self.drop(node_id)
+        else:
+            self._lru.add(node_id, node.owner)
 
     def hold(self, node_id: int) -> None:
         """Add a reader, which keeps the entry."""
@@ -323,8 +342,15 @@ class HostTier:
         node = self.nodes[node_id]
         self._lru.discard(node_id, node.owner)
         self._charge(node, 0)
-        (self._quarantine if quarantine else self._free).append(node.block)
+        if node.wiped:  # a lost worker may write it too: it is overwritten by the next one, which has locked the file
+            self.to_wipe.append(node.block)
+        elif quarantine:
+            self._quarantine.append(node.block)
+        else:
+            self._free.append(node.block)
+            self.stale.add(node.block)
         node.block, node.written, node.readers, node.damaged = NO_HOST_BLOCK, False, 0, False
+        node.tag, node.wiped = NO_TAG, False
         self.prune(node_id)
 
     def attach(self, epoch: int) -> None:
@@ -332,7 +358,62 @@ class HostTier:
         assert not self.epoch, "two workers have the same file"
         self.epoch = epoch
         self._free.extend(self._quarantine)
+        self.stale.update(self._quarantine)
         self._quarantine.clear()
+
+    # --------------------------------------------------------------------------------------------------------- wiping
+
+    def wipe(self, tag: int) -> int:
+        """Drop the entries of a tenant, and overwrite their blocks and all others that may have bytes of it.
+
+        An entry that a copy uses is no hit any more, and is dropped when the copy ends.
+
+        Args:
+            tag: The tag of the tenant's entries, from `Wipes.wipe`.
+
+        Returns:
+            The number of entries.
+        """
+        mine = [node_id for node_id, node in self.nodes.items() if node.tag == tag and not node.wiped]
+        for node_id in mine:
+            node = self.nodes[node_id]
+            node.wiped = True
+            if node.readers:
+                node.damaged = True
+            elif node.written:
+                self.drop(node_id)
+        self._wipe_unused()
+        return len(mine)
+
+    def _wipe_unused(self) -> None:
+        """Overwrite free and quarantined blocks that may have bytes of any tenant."""
+        self._free = [block for block in self._free if block not in self.stale]
+        self.to_wipe.extend(sorted(self.stale))
+        self.stale.clear()
+        self.to_wipe.extend(self._quarantine)
+        self._quarantine.clear()
+
+    def next_wipes(self, most: int) -> list[int]:
+        """Return up to `most` blocks to overwrite now, which `wiped` must follow."""
+        blocks, self.to_wipe = self.to_wipe[:most], self.to_wipe[most:]
+        self.wiping.update(blocks)
+        return blocks
+
+    def wiped(self, block: int) -> None:
+        """Record that a block has been overwritten: it is free."""
+        self.wiping.remove(block)
+        self._free.append(block)
+
+    def wipes_lost(self) -> None:
+        """The worker was lost: order what it has not acknowledged from the next one."""
+        self.to_wipe.extend(sorted(self.wiping))
+        self.wiping.clear()
+
+    @property
+    def unwiped(self) -> int:
+        """Blocks of wiped entries that may still have their bytes."""
+        flagged = sum(node.wiped for node in self.nodes.values())
+        return flagged + len(self.to_wipe) + len(self.wiping)
 
     # ---------------------------------------------------------------------------------------------------- invariants
 
@@ -346,7 +427,7 @@ class HostTier:
                 "a tenant above its ceiling"
             )
         placed = [node.block for node in self.nodes.values() if node.block != NO_HOST_BLOCK]
-        everywhere = sorted([*placed, *self._free, *self._quarantine])
+        everywhere = sorted([*placed, *self._free, *self._quarantine, *self.to_wipe, *self.wiping])
         assert everywhere == list(range(self.total)), "a host block is lost, or at two places"
         for node_id, node in self.nodes.items():
             assert self._by_value[node.value] == node_id, "a hash names another node"
@@ -354,9 +435,12 @@ class HostTier:
             assert node.block != NO_HOST_BLOCK or node.children, "a node without block or children is kept"
             assert not node.written or node.block != NO_HOST_BLOCK, "an entry without a block"
             assert not node.damaged or node.readers, "a damaged entry is kept"
+            assert not node.wiped or not node.written or node.readers, "a wiped entry is kept"
+            assert not node.tag or node.block != NO_HOST_BLOCK, "a node without a block has a tag"
             assert self._lru.has(node_id, node.owner) == (node.written and not node.readers), (
                 "entries that can be evicted"
             )
+        assert self.stale.issubset(self._free), "a stale block is in use"
         assert len(self._by_value) == len(self.nodes) <= self._nodes_max, "hashes of nodes"
         parents = [node.parent for node in self.nodes.values() if node.parent > 0]
         assert len(parents) == sum(node.children for node in self.nodes.values()), "children of nodes"
@@ -369,8 +453,10 @@ class HostTiers:
         tiers: By identity, those that were mapped last at the end.
     """
 
-    def __init__(self, tiers_max: int, ancestors_max: int, tenants: Tenants | None = None) -> None:
-        self._tiers_max, self._ancestors_max, self._tenants = tiers_max, ancestors_max, tenants
+    def __init__(
+        self, tiers_max: int, ancestors_max: int, tenants: Tenants | None = None, wipes: Wipes | None = None
+    ) -> None:
+        self._tiers_max, self._ancestors_max, self._tenants, self._wipes = tiers_max, ancestors_max, tenants, wipes
         self.tiers: dict[str, HostTier] = {}
 
     def is_mapped(self, identity: str) -> bool:
@@ -378,11 +464,19 @@ class HostTiers:
         tier = self.tiers.get(identity)
         return tier is not None and tier.epoch > 0
 
-    def attach(self, identity: str, total: int, epoch: int) -> HostTier:
-        """Return the books of a file that a worker announces: those of an earlier worker, or new ones."""
+    def attach(self, identity: str, total: int, epoch: int, new: bool = False) -> HostTier:
+        """Return the books of a file that a worker announces: those of an earlier worker, or new ones.
+
+        Args:
+            identity: The identity of the file.
+            total: Its blocks.
+            epoch: The registration of the worker.
+            new: The file has no bytes of entries.
+        """
         tier = self.tiers.pop(identity, None)
         if tier is None or tier.total != total:
             tier = self.new(identity, total)
+            tier.stale.update(() if new else range(total))
         self.tiers[identity] = tier
         tier.attach(epoch)
         unmapped = [known for known, each in self.tiers.items() if not each.epoch]
@@ -392,7 +486,7 @@ class HostTiers:
 
     def new(self, identity: str, total: int) -> HostTier:
         """Return empty books of a file."""
-        return HostTier(identity, total, 4 * total + self._ancestors_max, self._tenants)
+        return HostTier(identity, total, 4 * total + self._ancestors_max, self._tenants, self._wipes)
 
     def check_invariants(self) -> None:
         """Check the books of each file."""

@@ -33,6 +33,7 @@ from .residency import Residency
 from .sequences import Sequences, Slots
 from .tenants import Tenants
 from .windows import Windows
+from .wipes import Wipes
 from .zeroing import Zeroing
 
 VOCABULARY_UNKNOWN = GENERATED
@@ -51,6 +52,7 @@ class KVCacheManager:
         pins: Blocks that clients hold.
         indexing: Indexes full blocks for prefix hits.
         continuing: Finds what a prompt shares with a kept sequence.
+        wipes: Names the owners of entries of the lower tiers, and remembers which were wiped.
         host_tiers: The books of the host files of workers.
         kept: The sequences that ended requests left to the next turn.
         prefix_pins: The beginnings of prompts that requests pinned.
@@ -73,11 +75,12 @@ class KVCacheManager:
         self.sequences = Sequences(clock, limits, self.waits, first_id)
         self.pins = Pins(clock, self.blocks, self.tenants, bounds.holders_per_block_max)
         self.groups: dict[int, Group] = {}
-        self.host_tiers = HostTiers(bounds.pools_max, bounds.blocks_per_sequence_max, self.tenants)
         self.windows = Windows(self.sequences, self.blocks, self.groups, limits.schedule.step_tokens_max)
         self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences, self.windows)
         self.store = PrefixStore(bounds.blocks_max, block_size)
         self.hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
+        self.wipes = Wipes(self.tenants, self.hasher)
+        self.host_tiers = HostTiers(bounds.pools_max, bounds.blocks_per_sequence_max, self.tenants, self.wipes)
         self.indexing = Indexing(self.sequences, self.hasher, self.windows)
         self._epochs = 0
         self.model: ModelInfo | None = None
@@ -125,7 +128,7 @@ class KVCacheManager:
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         if ready.host_blocks:
-            tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch)
+            tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch, ready.host_new)
             group.host = pool.host = HostCopies(tier, index, self.blocks)
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:
@@ -144,7 +147,7 @@ class KVCacheManager:
 
     def disk_copies(self, blocks: int, host: HostTier) -> DiskCopies:
         """Return the copies of a new disk tier of so many blocks, beside a host tier."""
-        tier = DiskTier(blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max)
+        tier = DiskTier(blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.wipes)
         return DiskCopies(tier, host)
 
     def drop_group(self, group: Group) -> Slots:

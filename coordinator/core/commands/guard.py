@@ -37,6 +37,7 @@ from kvforge.protocol.messages import (
     Rewind,
     Submit,
     UnrefBlock,
+    WipeTenant,
 )
 
 from ..requests.table import RequestTable
@@ -71,6 +72,7 @@ RIGHT_FOR: dict[type[Message], str] = {
     GetBlock: READ,
     Explain: READ,
     Drain: ADMIN,
+    WipeTenant: ADMIN,
 }
 UNNAMED = "default"  # the tenant in a message that names none
 

@@ -287,6 +287,14 @@ class SequenceCommands:
         freed = sum(self._end(slot, "") for slot in slots.tolist())
         return Removed(rid=message.rid, freed_blocks=freed)
 
+    def remove_idle(self, tenant: int, why: str) -> int:
+        """Remove a tenant's sequences that no request works on. Return how many there were."""
+        s = self._cache.sequences
+        slots = np.flatnonzero((s.id != 0) & (s.tenant == tenant) & (s.request == 0))
+        for slot in slots.tolist():
+            self._end(slot, why)
+        return int(slots.size)
+
     def pass_time(self) -> int:
         """Remove expired sequences. Return the earliest time when another may expire, or NEVER."""
         s = self._cache.sequences

@@ -193,7 +193,7 @@ class Scheduler:
             s.pending[slots] += 1
         step_id = group.last_step = group.last_step + 1
         s.last_step[slots] = step_id
-        host_writes, _ = group.flush_host_copies(step_id)  # blocks that rows grew into; nothing is read
+        host_writes, _, host_wipes = group.flush_host_copies(step_id)  # blocks that rows grew into; nothing is read
         step = Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -203,6 +203,7 @@ class Scheduler:
             tokens=tokens,
             zeros=zeros,
             host_writes=host_writes,
+            host_wipes=host_wipes,
         )
         rows = (slots, steady.runs, steady.ones, steady.samples, slots)
         group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step))
@@ -504,7 +505,7 @@ class Scheduler:
         sampled = slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
-        host_writes, host_reads = group.flush_host_copies(step_id)
+        host_writes, host_reads, host_wipes = group.flush_host_copies(step_id)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1
         step = Step(
@@ -523,6 +524,7 @@ class Scheduler:
             drafts=drafted.astype(np.int32) if drafts else NO_INT32,
             host_writes=host_writes,
             host_reads=host_reads,
+            host_wipes=host_wipes,
         )
         group.last_step = step_id
         s.last_step[slots] = step_id

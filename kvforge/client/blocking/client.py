@@ -19,6 +19,7 @@ from kvforge.protocol.messages import (
     RequestList,
     SequenceInfo,
     Stats,
+    TenantWiped,
 )
 
 from .. import exchanges
@@ -575,6 +576,23 @@ class Client:
             InvalidRequest: Names `deadline_s`.
         """
         drive(self._calls.call(exchanges.drain(deadline_s), timeout_s))
+
+    def wipe_tenant(self, tenant: str, *, timeout_s: float | None = None) -> TenantWiped:
+        """Remove a tenant's idle sequences and cached blocks, on the device, in host memory and on disks.
+
+        Nothing that was cached of the tenant is a hit any more. Workers overwrite the bytes in host files and on disks
+        soon after: ask again until `held_blocks` and `pending_blocks` are 0. Live requests of the tenant keep their
+        blocks, and are cached when they end.
+
+        Args:
+            tenant: The tenant's name, which may be unknown.
+            timeout_s: The limit for the command in seconds.
+
+        Raises:
+            InvalidRequest: The name is empty, too long, or not printable.
+            NotAllowed: The client lacks the right `admin`.
+        """
+        return drive(self._calls.call(exchanges.wipe_tenant(tenant), timeout_s))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Return the token ids that `generate` submits for a text or a chat. Raises as `generate_stream` does."""

@@ -21,6 +21,7 @@ from kvforge.protocol.messages import (
     DISK_FULL,
     DISK_NOT_FOUND,
     DISK_READ,
+    DISK_WIPE,
     DISK_WRITE,
     DiskOrders,
     DiskScan,
@@ -70,14 +71,16 @@ class Rig:
 
     def order(self, *orders: tuple[int, int, int, int, int]) -> list[int]:
         """Give orders (kind, host block, slot, value, parent), 0 for a first block. Return their numbers."""
-        rows, tokens = np.zeros((len(orders), 9), np.int32), []
+        rows, tokens, owners = np.zeros((len(orders), 9), np.int32), [], []
         for row, (kind, host, slot, value, parent) in zip(rows, orders, strict=True):
             self._number += 1
             row[:4] = self._number, kind, host, slot
             row[4:8] = np.array([value, parent or 77], "<u8").view("<i4")
             row[8] = not parent
             tokens += [value] * 4 if kind == DISK_WRITE else []
-        self.message = DiskOrders(EPOCH, rows.reshape(-1), np.array(tokens, np.int32))
+            owners += [value + 5] if kind == DISK_WRITE else []
+        tags = np.array(owners, "<u8").view("<i4")
+        self.message = DiskOrders(EPOCH, rows.reshape(-1), np.array(tokens, np.int32), tags)
         self.copier.take(self.message)
         return rows[:, 0].tolist()
 
@@ -125,6 +128,7 @@ def test_blocks_go_down_and_come_back(rig: Rig) -> None:
     entries = rig.copier.scan(DiskScan(EPOCH))
     assert entries.last and entries.entries.reshape(-1, 6)[:, [0, 5]].tolist() == [[4, 1], [2, 0]]
     assert entries.tokens.tolist() == [1001] * 4 + [1002] * 4
+    assert entries.owners.view("<u8").tolist() == [1006, 1007] and entries.usable == 2 * GEOMETRY.slots
     rest = rig.copier.scan(DiskScan(EPOCH, cursor=2))
     assert rest.last and not rest.entries.size
 
@@ -146,6 +150,20 @@ def test_misses_and_repeated_orders(rig: Rig) -> None:
     rig.host.tags[0] = 0  # carried out again, it would not be found
     rig.copier.take(rig.message)
     assert rig.results(1) == first == {rig._number: (DISK_DONE, 0)}
+
+
+# behaviour: a wiped block is gone, with its bytes
+def test_a_wiped_block_is_gone(rig: Rig) -> None:
+    rig.fill(0, 1001)
+    assert rig.outcomes((DISK_WRITE, 0, 1, 1001, 0)) == [DISK_DONE]
+    bytes_of_block = rig.host.data[0].tobytes()
+    segment = rig.path / "segment-000000"
+    assert bytes_of_block in segment.read_bytes()
+    assert rig.outcomes((DISK_WIPE, -1, 1, 0, 0), (DISK_WIPE, -1, rig.copier.blocks, 0, 0)) == [DISK_DONE, DISK_FAILED]
+    assert not any(segment.read_bytes()[GEOMETRY.record_bytes :])
+    assert rig.outcomes((DISK_READ, 2, 1, 1001, 0)) == [DISK_NOT_FOUND]
+    rig.copier.restart()
+    assert not rig.copier.scan(DiskScan(EPOCH)).entries.size
 
 
 # behaviour: a process that dies makes its orders and later ones fail, and the worker goes on

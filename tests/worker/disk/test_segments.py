@@ -31,7 +31,7 @@ def opened(folder: Path, identity: bytes = IDENTITY, key: bytes = b"", segments_
 
 def entry_of(number: int) -> Entry:
     tokens = np.arange(4 * number, 4 * number + 4, dtype=np.int32).tobytes()
-    return Entry((1 << 64) - 1 - number, (1 << 64) - max(1, number), number == 0, tokens)
+    return Entry((1 << 64) - 1 - number, (1 << 64) - max(1, number), number == 0, tokens, 77 + number)
 
 
 def block_of(number: int) -> npt.NDArray[np.uint8]:
@@ -189,6 +189,24 @@ def test_files_beyond_the_bound_or_of_another_size_are_deleted(tmp_path: Path) -
     again = opened(tmp_path, segments_max=2)
     assert set(again.recover().records) == {0}
     assert sorted(path.name for path in tmp_path.glob("segment-*")) == ["segment-000000"]
+
+
+# behaviour: the bytes of a wiped slot are in no file any more
+@pytest.mark.parametrize("key", [b"", KEY], ids=["plain", "sealed"])
+def test_a_wiped_slot_leaves_no_bytes(key: bytes, tmp_path: Path) -> None:
+    store = opened(tmp_path, key=key)
+    for number in range(2):
+        put(store, number, number)
+    before = (tmp_path / "segment-000000").read_bytes()
+    size, stride, begin = GEOMETRY.record_bytes, GEOMETRY.stride, GEOMETRY.blocks_at
+    store.wipe(1)
+    store.wipe(2 * SLOTS)  # in a segment that does not exist
+    after = (tmp_path / "segment-000000").read_bytes()
+    assert any(before[size : 2 * size]) and any(before[begin + stride : begin + 2 * stride])
+    assert not any(after[size : 2 * size]) and not any(after[begin + stride : begin + 2 * stride])
+    assert after[:size] == before[:size] and after[begin : begin + stride] == before[begin : begin + stride]
+    assert got(store, 0, 0) and not got(store, 1, 1) and store.usable == SLOTS
+    store.close()
 
 
 def test_a_dropped_slot_is_empty(tmp_path: Path) -> None:

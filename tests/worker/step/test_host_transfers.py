@@ -108,9 +108,11 @@ def test_the_order_within_a_step(bench: Bench) -> None:
     assert host is not None
     bench.run([(0, 0, PROMPT, 1)], begins=(begin(0),))
     old = content(bench.pool, 0)
+    host.file.data[6], host.file.tags[6] = 3, 7
     pending = bench.runner.launch(
         Step(
             0,
+            host_wipes=i4(6),
             host_writes=copies((0, 4, 9), (1, 5, 8)),
             zeros=i4(0, 1, 20),
             host_reads=copies((20, 4, 9)),
@@ -118,7 +120,8 @@ def test_the_order_within_a_step(bench: Bench) -> None:
         ),
         np.zeros((0, 1), np.int32),
     )
-    assert pending.host_copied.tolist() == [4, 5, 4]
+    assert pending.host_copied.tolist() == [4, 5, 4, 6]
+    assert not host.file.data[6].any() and not host.file.tags[6]
     bench.runner.finish(pending)
     assert content(bench.pool, 20) == content(bench.pool, 21) == old
     assert not any(any(part) for part in content(bench.pool, 0)), "zeroed after it was saved"
@@ -297,6 +300,8 @@ def test_a_wrong_block_is_never_written(field: str, rows: Any, problem: str, ben
 
 def test_copies_without_a_file_and_in_other_forms_are_refused() -> None:
     assert "no host file" in str(bad_host_copies(Step(0, host_writes=copies((0, 0, 1))), 4, 0))
+    for wipes in (i4(4), i4(-1)):
+        assert "outside the file's 4" in str(bad_host_copies(Step(0, host_wipes=wipes), 4, 4))
     assert "groups of 4" in str(bad_host_copies(Step(0, host_reads=i4(1, 2, 3)), 4, 4))
     assert bad_host_copies(Step(0, host_reads=copies((1, 0, 1), (2, 0, 1))), 4, 4) is None
 
