@@ -190,6 +190,8 @@ class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ceiling: Blocks of each pool that the tenant may occupy; 0 for no limit.
         host_floor: Blocks of each worker's host file that are reserved for the tenant.
         host_ceiling: Blocks of each worker's host file that the tenant may occupy; 0 for no limit.
+        disk_floor: Blocks of each worker's disk tier that are reserved for the tenant.
+        disk_ceiling: Blocks of each worker's disk tier that the tenant may occupy; 0 for no limit.
         weight: Its share of computed tokens while other tenants wait too, relative to theirs.
     """
 
@@ -197,6 +199,8 @@ class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ceiling: Annotated[int, Range(0)] = 0
     host_floor: Annotated[int, Range(0)] = 0
     host_ceiling: Annotated[int, Range(0)] = 0
+    disk_floor: Annotated[int, Range(0)] = 0
+    disk_ceiling: Annotated[int, Range(0)] = 0
     weight: Annotated[float, Range(0.001, 1000.0)] = 1.0
 
 
@@ -234,6 +238,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidConfiguration(f"quotas.{tenant}", f"ceiling {quota.ceiling} is below floor {quota.floor}")
             if 0 < quota.host_ceiling < quota.host_floor:
                 problem = f"host_ceiling {quota.host_ceiling} is below host_floor {quota.host_floor}"
+                raise InvalidConfiguration(f"quotas.{tenant}", problem)
+            if 0 < quota.disk_ceiling < quota.disk_floor:
+                problem = f"disk_ceiling {quota.disk_ceiling} is below disk_floor {quota.disk_floor}"
                 raise InvalidConfiguration(f"quotas.{tenant}", problem)
 
     @property

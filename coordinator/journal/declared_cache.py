@@ -281,6 +281,7 @@ class SavedDiskTier(Saved):
     lru: list[int] = msgspec.field(default_factory=list)
     own: dict[int, tuple[list[int], list[int]]] = msgspec.field(default_factory=dict)
     stamp: int = 0
+    usage: dict[int, int] = msgspec.field(default_factory=dict)
     to_wipe: list[int] = msgspec.field(default_factory=list)
     wiping: set[int] = msgspec.field(default_factory=set)
     stale: set[int] = msgspec.field(default_factory=set)

@@ -116,10 +116,14 @@ def show(stats: Stats) -> None:
     if stats.tenants:
         print()
         tenants = [
-            (tenant.tenant, tenant.weight, tenant.pending, tenant.blocks, tenant.host_blocks, hit_rate([tenant]))
+            (
+                *(tenant.tenant, tenant.weight, tenant.pending, tenant.blocks),
+                *(tenant.host_blocks, tenant.disk_blocks, hit_rate([tenant])),
+            )
             for tenant in stats.tenants
         ]
-        printing.print_table(("tenant", "weight", "pending", "blocks", "host blocks", "prefix hits"), tenants)
+        names = ("tenant", "weight", "pending", "blocks", "host blocks", "disk blocks", "prefix hits")
+        printing.print_table(names, tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
 
 

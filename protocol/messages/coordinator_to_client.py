@@ -390,6 +390,9 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
         host_blocks: Blocks of host files that it is charged for.
         host_floor: Blocks of each host file that are reserved for it.
         host_ceiling: Blocks of each host file that it may occupy; 0 for no limit.
+        disk_blocks: Blocks of disks that it is charged for.
+        disk_floor: Blocks of each disk that are reserved for it.
+        disk_ceiling: Blocks of each disk that it may occupy; 0 for no limit.
     """
 
     tenant: str
@@ -405,6 +408,9 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     host_blocks: int = 0
     host_floor: int = 0
     host_ceiling: int = 0
+    disk_blocks: int = 0
+    disk_floor: int = 0
+    disk_ceiling: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):

@@ -86,11 +86,11 @@ def announced_entries_of_any_prefix() -> list[Patch]:
     adopt = DiskTier.adopt
 
     def any_prefix(
-        self: DiskTier, block: int, value: int, parent: int, first: bool, tokens: Any, hasher: Any, tag: int = 0
+        self: DiskTier, block: int, value: int, parent: int, first: bool, tokens: Any, hasher: Any, *owner: int
     ) -> bool:
         others = [node.value for node in self.nodes.values()]
         if not first and others:
             self._by_value.setdefault(parent, self._by_value[others[0]])
-        return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher, tag)
+        return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher, *owner)
 
     return [(DiskTier, "adopt", any_prefix)]

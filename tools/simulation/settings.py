@@ -346,7 +346,13 @@ def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -
     """Return the settings; in a share of the worlds with host files, workers have disk tiers too."""
     if random.random() >= share or not settings.host_blocks:
         return settings
-    return msgspec.structs.replace(settings, disk_blocks=random.choice((1, 4, 16, 60)))
+    blocks = random.choice((1, 4, 16, 60))
+    quotas = {
+        tenant: msgspec.structs.replace(quota, disk_floor=random.choice((0, blocks // 3)), disk_ceiling=ceiling)
+        for tenant, quota in settings.quotas.items()
+        for ceiling in (random.choice((0, max(1, blocks // 2))),)
+    }
+    return msgspec.structs.replace(settings, disk_blocks=blocks, quotas=quotas)
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:

@@ -93,8 +93,14 @@ class DiskCopies:
 
     # ---------------------------------------------------------------------------------------------------- registration
 
-    def announce(self, message: DiskEntries, hasher: BlockHasher, block_size: int) -> None:
+    def announce(self, message: DiskEntries, hasher: BlockHasher, block_size: int, tenants: dict[int, int]) -> None:
         """Take entries that the worker found, and ask for the next ones.
+
+        Args:
+            message: The entries.
+            hasher: Makes hashes under this coordinator's key.
+            block_size: Tokens of a block.
+            tenants: The tenants that are known, by their tags.
 
         Raises:
             ProtocolError: The message is malformed, or names a block twice or outside the tier.
@@ -124,7 +130,7 @@ class DiskCopies:
                 )
             owners = np.ascontiguousarray(message.owners).astype("<i4").view("<u8").tolist()
         for row, (value, parent), own, tag in zip(rows.tolist(), values.tolist(), tokens, owners, strict=True):
-            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher, tag)
+            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher, tag, tenants.get(tag, 0))
         self.cursor += count
         self.scanning = 0 if message.last else 1
         if message.last:
@@ -165,7 +171,7 @@ class DiskCopies:
             if tier.nodes[disk_id].block != NO_HOST_BLOCK:
                 tier.use(disk_id)
                 continue
-            if not tier.give_block(disk_id):
+            if not tier.give_block(disk_id, owner=node.owner):
                 tier.prune(disk_id)
                 tier.unsaved_total += 1
                 continue

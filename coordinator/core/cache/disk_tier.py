@@ -14,6 +14,7 @@ import numpy as np
 from .hashing import BlockHasher, Hashes
 from .host_tier import NO_HOST_BLOCK, HostTier
 from .prefix_cache import Tokens, root_key
+from .tenants import Shares
 from .wipes import NO_TAG, Wipes
 
 
@@ -28,8 +29,8 @@ class DiskTier(HostTier):
         late_total: Requests that stopped waiting for the disk.
     """
 
-    def __init__(self, total: int, nodes_max: int, wipes: Wipes | None = None) -> None:
-        super().__init__("", total, nodes_max, wipes=wipes)
+    def __init__(self, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None) -> None:
+        super().__init__("", total, nodes_max, shares, wipes)
         self._free.clear()
         self.announced = False
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
@@ -40,9 +41,17 @@ class DiskTier(HostTier):
         return super().quarantined if self.announced else self.total - self.cached
 
     def adopt(
-        self, block: int, value: int, parent: int, first: bool, tokens: Tokens, hasher: BlockHasher, tag: int = NO_TAG
+        self,
+        block: int,
+        value: int,
+        parent: int,
+        first: bool,
+        tokens: Tokens,
+        hasher: BlockHasher,
+        tag: int = NO_TAG,
+        owner: int = 0,
     ) -> bool:
-        """Take an entry that the worker found, if the coordinator itself would name it so.
+        """Take an entry that the worker found, if the coordinator itself would name it so, and its owner has room.
 
         Args:
             block: Its block.
@@ -52,6 +61,7 @@ class DiskTier(HostTier):
             tokens: Its tokens, [block_size] int32.
             hasher: Makes hashes under this coordinator's key.
             tag: The tag of its owner; NO_TAG if it is not known.
+            owner: The tenant that is charged for it; 0 for none.
 
         Returns:
             Whether it can be hit. Otherwise its block becomes free once all entries were announced.
@@ -62,14 +72,20 @@ class DiskTier(HostTier):
             self.pruned_total += 1
             return False
         before = root_key(parent) if first else self._by_value.get(parent)
-        known = before is not None and int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0]) == value
+        full = self._shares is not None and self.usage.get(owner, 0) >= self._shares[1][owner]
+        known = (
+            before is not None
+            and not full
+            and int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0]) == value
+        )
         node_id = self.add(before, value, tokens.tobytes()) if known and before is not None else None
         if node_id is None or self.nodes[node_id].block != NO_HOST_BLOCK:
             self.pruned_total += 1
             return False
         self.nodes[node_id].block, self.nodes[node_id].tag = block, tag
+        self._charge(self.nodes[node_id], owner)
         self.filled(node_id)
-        self._lru.add_oldest(node_id, 0)  # later chains are announced first, and parents before children
+        self._lru.add_oldest(node_id, owner)  # later chains are announced first, and parents before children
         self.recovered_total += 1
         return True
 

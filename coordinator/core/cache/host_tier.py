@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from .hashing import Hashes
 from .host_lru import HostLru
-from .tenants import Tenants
+from .tenants import Shares, Tenants
 from .wipes import NO_TAG, Wipes
 
 Tokens = npt.NDArray[np.int32]
@@ -90,10 +90,10 @@ class HostTier:
     """
 
     def __init__(
-        self, identity: str, total: int, nodes_max: int, tenants: Tenants | None = None, wipes: Wipes | None = None
+        self, identity: str, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None
     ) -> None:
         self.identity, self.total, self._nodes_max, self._wipes = identity, total, nodes_max, wipes
-        self._tenants = tenants if tenants is not None and tenants.has_host_quotas else None
+        self._shares = shares
         self.usage: dict[int, int] = {}
         self.epoch = 0
         self.nodes: dict[int, HostNode] = {}
@@ -243,29 +243,26 @@ class HostTier:
 
     def _may_take_free(self, owner: int) -> bool:
         """Return whether a free block may become the tenant's."""
-        if not self._free or self._tenants is None:
+        if not self._free or self._shares is None:
             return bool(self._free)
-        if self.usage.get(owner, 0) >= self._tenants.host_ceiling[owner]:
+        floors, ceilings = self._shares
+        if self.usage.get(owner, 0) >= ceilings[owner]:
             return False
-        return len(self._free) > self._reserved(owner)
+        return len(self._free) > self._reserved(owner, floors)
 
-    def _reserved(self, owner: int) -> int:
+    def _reserved(self, owner: int, floors: npt.NDArray[np.int64]) -> int:
         """Return how many blocks are reserved for the unused floors of other tenants."""
-        assert self._tenants is not None
-        floors = self._tenants.host_floor
         lacking = ((tenant, int(floors[tenant]) - self.usage.get(tenant, 0)) for tenant in floors.nonzero()[0].tolist())
         return sum(max(0, blocks) for tenant, blocks in lacking if tenant != owner)
 
     def _givers(self, owner: int) -> set[int] | None:
         """Return the tenants of which an entry may give its block to the tenant; None: all."""
-        tenants = self._tenants
-        if tenants is None:
+        if self._shares is None:
             return None
-        if self.usage.get(owner, 0) >= tenants.host_ceiling[owner]:
+        floors, ceilings = self._shares
+        if self.usage.get(owner, 0) >= ceilings[owner]:
             return {owner}
-        return {
-            each for each in self._lru.by_owner if each in (0, owner) or self.usage[each] > tenants.host_floor[each]
-        }
+        return {each for each in self._lru.by_owner if each in (0, owner) or self.usage[each] > floors[each]}
 
     def _charge(self, node: HostNode, owner: int) -> None:
         """Charge a node's block to another tenant."""
@@ -421,8 +418,8 @@ class HostTier:
         """Check that the books agree."""
         owners = Counter(node.owner for node in self.nodes.values() if node.block != NO_HOST_BLOCK and node.owner)
         assert self.usage == owners, "host blocks that tenants are charged for"
-        if self._tenants is not None:
-            ceilings = self._tenants.host_ceiling
+        if self._shares is not None:
+            _, ceilings = self._shares
             assert all(blocks <= ceilings[tenant] for tenant, blocks in self.usage.items()), (
                 "a tenant above its ceiling"
             )
@@ -486,7 +483,8 @@ class HostTiers:
 
     def new(self, identity: str, total: int) -> HostTier:
         """Return empty books of a file."""
-        return HostTier(identity, total, 4 * total + self._ancestors_max, self._tenants, self._wipes)
+        shares = self._tenants.host_shares if self._tenants is not None else None
+        return HostTier(identity, total, 4 * total + self._ancestors_max, shares, self._wipes)
 
     def check_invariants(self) -> None:
         """Check the books of each file."""

@@ -147,7 +147,9 @@ class KVCacheManager:
 
     def disk_copies(self, blocks: int, host: HostTier) -> DiskCopies:
         """Return the copies of a new disk tier of so many blocks, beside a host tier."""
-        tier = DiskTier(blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.wipes)
+        tier = DiskTier(
+            blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.tenants.disk_shares, self.wipes
+        )
         return DiskCopies(tier, host)
 
     def drop_group(self, group: Group) -> Slots:
@@ -229,6 +231,8 @@ class KVCacheManager:
         assert idle is not None
         for group in self.groups.values():
             group.pool.forget_tenant(idle)
+            if group.disk is not None:
+                group.disk.tier.forget_tenant(idle)
         for tier in self.host_tiers.tiers.values():
             tier.forget_tenant(idle)
         return self.tenants.intern(name, idle)

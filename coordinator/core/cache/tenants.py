@@ -18,6 +18,7 @@ from .meters import FEW, Meters
 
 NAME_LENGTH_MAX = 128
 NO_CEILING = np.iinfo(np.int64).max
+Shares = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # floors and ceilings in blocks, [tenants] each
 
 
 class Tenants:
@@ -31,6 +32,8 @@ class Tenants:
         ceiling: Blocks of each pool that each may occupy.
         host_floor: The same of each host file.
         host_ceiling: The same of each host file.
+        disk_floor: The same of each disk.
+        disk_ceiling: The same of each disk.
         changed: Tenants with new names, to be published.
     """
 
@@ -43,6 +46,8 @@ class Tenants:
         self.ceiling = np.full(most + 1, NO_CEILING, np.int64)
         self.host_floor = np.zeros(most + 1, np.int64)
         self.host_ceiling = np.full(most + 1, NO_CEILING, np.int64)
+        self.disk_floor = np.zeros(most + 1, np.int64)
+        self.disk_ceiling = np.full(most + 1, NO_CEILING, np.int64)
         self.weight = np.ones(most + 1, np.float64)
         self.requests = np.zeros(most + 1, np.int64)
         self.service = np.zeros(most + 1, np.float64)
@@ -57,10 +62,13 @@ class Tenants:
             self.ceiling[index] = quota.ceiling or NO_CEILING
             self.host_floor[index] = quota.host_floor
             self.host_ceiling[index] = quota.host_ceiling or NO_CEILING
+            self.disk_floor[index] = quota.disk_floor
+            self.disk_ceiling[index] = quota.disk_ceiling or NO_CEILING
             self.weight[index] = quota.weight
         self._configured = len(self.names)
         self.has_quotas = any(quota.floor or quota.ceiling for quota in limits.quotas.values())
         self.has_host_quotas = any(quota.host_floor or quota.host_ceiling for quota in limits.quotas.values())
+        self.has_disk_quotas = any(quota.disk_floor or quota.disk_ceiling for quota in limits.quotas.values())
 
     def check(self, name: str) -> None:
         """Validate a tenant name.
@@ -136,6 +144,20 @@ class Tenants:
         """Return the tenant's ceiling in blocks of one pool, or 0 if it has none."""
         return 0 if self.ceiling[index] == NO_CEILING else int(self.ceiling[index])
 
+    @property
+    def host_shares(self) -> Shares | None:
+        """The floors and ceilings of each host file; None if no tenant has any."""
+        return (self.host_floor, self.host_ceiling) if self.has_host_quotas else None
+
+    @property
+    def disk_shares(self) -> Shares | None:
+        """The floors and ceilings of each disk; None if no tenant has any."""
+        return (self.disk_floor, self.disk_ceiling) if self.has_disk_quotas else None
+
     def host_ceiling_blocks(self, index: int) -> int:
         """Return the tenant's ceiling in blocks of one host file, or 0 if it has none."""
         return 0 if self.host_ceiling[index] == NO_CEILING else int(self.host_ceiling[index])
+
+    def disk_ceiling_blocks(self, index: int) -> int:
+        """Return the tenant's ceiling in blocks of one disk, or 0 if it has none."""
+        return 0 if self.disk_ceiling[index] == NO_CEILING else int(self.disk_ceiling[index])

@@ -57,6 +57,10 @@ class Wipes:
         wiped = self.latest.get(name)
         return self._hasher.salt(f"owner:{wiped.number if wiped is not None else 0}:{name}") or 1
 
+    def known(self) -> dict[int, int]:
+        """Return the tenants in the table by their present tags."""
+        return {self.tag(name): index for index, name in enumerate(self._tenants.names) if index}
+
     def wipe(self, name: str) -> int:
         """Give a tenant another tag, unless no entry has the present one. Return the present one."""
         tag, wiped = self.tag(name), self.latest.get(name)

@@ -328,6 +328,9 @@ class Explainer:
             if group.host is not None:
                 tier = group.host.tier
                 sentences.append(f"{tier.usage.get(index, 0)} of {tier.total} blocks of its host file")
+            if group.disk is not None:
+                tier = group.disk.tier
+                sentences.append(f"{tier.usage.get(index, 0)} of {tier.total} blocks of its disk")
         queried, hit = int(tenants.prefix_queried_tokens[index]), int(tenants.prefix_hit_tokens[index])
         if queried:
             sentences.append(f"prefix cache: {hit} of {queried} tokens were there ({hit / queried:.1%})")

@@ -158,6 +158,7 @@ def tenant_stats(cache: KVCacheManager, waiting: WaitingQueue) -> tuple[TenantSt
         used_bytes += group.pool.usage[:count] * group.bytes_per_block
         byte_seconds += group.pool.block_us_each()[:count] * (group.bytes_per_block / 1e6)
     pending = waiting.by_tenant()
+    disks = [group.disk for group in cache.groups.values() if group.disk is not None]
     return tuple(
         TenantStats(
             tenant=tenants.names[index],
@@ -173,6 +174,9 @@ def tenant_stats(cache: KVCacheManager, waiting: WaitingQueue) -> tuple[TenantSt
             host_blocks=sum(tier.usage.get(index, 0) for tier in cache.host_tiers.tiers.values()),
             host_floor=int(tenants.host_floor[index]),
             host_ceiling=tenants.host_ceiling_blocks(index),
+            disk_blocks=sum(disk.tier.usage.get(index, 0) for disk in disks),
+            disk_floor=int(tenants.disk_floor[index]),
+            disk_ceiling=tenants.disk_ceiling_blocks(index),
         )
         for index in range(1, count)
     )

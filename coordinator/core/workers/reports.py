@@ -354,7 +354,8 @@ class WorkerReports:
         disk = self._disk_of(worker, message.epoch, "entries")
         if disk is None:
             return
-        disk.announce(message, self._cache.hasher, self._cache.blocks.block_size)
+        tenants = self._cache.wipes.known() if message.owners.size else {}
+        disk.announce(message, self._cache.hasher, self._cache.blocks.block_size, tenants)
         if message.last and disk.tier.announced:
             found: dict[str, Field] = {"cached": disk.tier.cached, "pruned": disk.tier.pruned_total}
             self._log("info", "disk tier ready", "disk_ready", worker, blocks=disk.tier.total, **found)

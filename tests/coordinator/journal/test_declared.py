@@ -299,6 +299,9 @@ def test_every_field_of_what_comes_and_goes_is_declared(cls: Any, kept: Any) -> 
 WIRING = {
     ("Tenants", "_most"),
     ("Tenants", "has_host_quotas"),  # these follow from the limits
+    ("Tenants", "has_disk_quotas"),
+    ("Tenants", "disk_ceiling"),
+    ("Tenants", "disk_floor"),
     ("Tenants", "host_ceiling"),
     ("Tenants", "host_floor"),
     ("Meters", "_last"),
