@@ -9,6 +9,7 @@ the tests can compile every configuration.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from kvforge.worker.attention.prefill import paged_prefill
 from kvforge.worker.attention.prefill_copy import PAGE, copy_rows
 from kvforge.worker.attention.prefill_plan import prefill_shape
 from kvforge.worker.attention.quantised import is_quantised
+from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
 from kvforge.worker.attention.write import write_kv
 from kvforge.worker.device.target import Target
 
@@ -48,6 +50,12 @@ BLOCK_SIZE, KV_HEADS, ROWS_MANY = 16, 8, 1000
 def decode_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `decode_kernel` that the dispatcher can choose on `target`."""
     return distinct(_decode(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR))
+
+
+def shared_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `shared_decode_kernel` on `target`, which runs where rows are steady."""
+    steady = replace(target, steady=True)
+    return distinct(_shared(steady, *each) for each in itertools.product(DTYPES, HEAD_SIZES, CAPPED, FAR))
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
@@ -93,6 +101,20 @@ def _decode(
         tables = meta_tensor(rows, 8, dtype=torch.int32)
         paged_decode(query, layer, tables, plan, torch.empty_like(query), workspace, options, target)
     label = f"decode {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' few rows' * few}{' far' * far}"
+    return Configuration(label, launched[0], _has_matrix(stored, target))
+
+
+def _shared(target: Target, dtypes: Dtypes, head_size: int, cap: bool, far: bool) -> Configuration:
+    (model, stored), heads = dtypes, KV_HEADS * GROUPS[0]
+    planner = shared_planner(ROWS_MANY, heads, KV_HEADS, head_size, stored, 0, target)
+    assert planner is not None
+    options = AttentionOptions(1.0, softcap=50.0 if cap else 0.0)
+    query = meta_tensor(ROWS_MANY, heads, head_size, dtype=model)
+    workspace = DecodeWorkspace.allocate(planner.decode, heads, head_size, query.device)
+    tables, plan = meta_tensor(ROWS_MANY, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
+    with recorded(target) as launched:
+        shared_decode(query, _layer(stored, KV_HEADS, head_size, far), tables, plan, workspace, options, target)
+    label = f"decode of common parts {_dtypes(dtypes)} head {head_size}{' capped' * cap}{' far' * far}"
     return Configuration(label, launched[0], _has_matrix(stored, target))
 
 

@@ -25,6 +25,7 @@ Declared = Callable[[Target], list[Configuration]]
 # By (module below `kvforge.worker`, name of the launched function): every configuration that is launched on a target.
 DECLARED: dict[tuple[str, str], Declared] = {
     ("attention.decode", "decode_kernel"): attention.decode_configurations,
+    ("attention.shared_decode", "shared_decode_kernel"): attention.shared_configurations,
     ("attention.prefill", "prefill_portable"): attention.prefill_configurations,
     ("attention.prefill_hopper", "prefill_hopper"): attention.hopper_configurations,
     ("attention.prefill_copy", "copy_kernel"): attention.copy_configurations,

@@ -5,7 +5,8 @@ mixed_batch.py  the structure of a captured step with prompt tokens
 geometry.py     the layout and the bytes of a block; pool.py: the tensors of a KV pool
 windows.py      layers that keep a window, and their rows in a step; states.py: recurrent states in pages
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
-triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
+triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py);
+                      shared_decode*.py: parts that decodes have in common, planned by shared_plan.py
 cpu_attention.py      the CPU's kernels (see `kvforge.worker.cpu`); cpu_decode.py: prepared calls
                       for a few decodes in all layers; shared_prefixes.py: rows that begin alike
 selftest.py     compares the kernels with plain torch, at a worker's start

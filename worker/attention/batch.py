@@ -51,6 +51,8 @@ class PagedBatch:
         is_window: Whether it is one of these.
         leader: For these, the first of them: they differ in tables and slots only. None for the first, and for other
             batches.
+        shares_reads: Whether launches over a static batch read what rows have in common once, where they can: a graph
+            without shared reads costs less. Other batches are looked at in each step.
         plans: Data that implementations derive from the above; cleared at each refill.
     """
 
@@ -68,6 +70,7 @@ class PagedBatch:
     windows: tuple[PagedBatch, ...] = ()
     is_window: bool = False
     leader: PagedBatch | None = None
+    shares_reads: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)

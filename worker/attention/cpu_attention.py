@@ -149,6 +149,9 @@ class CpuAttention:
             scratch_stride=stride,
         )
 
+    def always_sharing(self) -> None:
+        """Implement `PagedAttention.always_sharing`."""
+
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch, options)

@@ -77,23 +77,24 @@ def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool =
 def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
     """Return the programs of one part of one row."""
     group = heads // kv_heads
-    return kv_heads * -(-group // _rows(group, head_size, dtype, target))
+    return kv_heads * -(-group // tile_rows(group, head_size, dtype, target))
 
 
-def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
-    """Return the query heads of one program, with padding."""
+def tile_rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
+    """Return the query heads of one program, with padding. group: those of a KV head. dtype: dtype of K and V."""
     fitting = OUTPUTS_MAX // head_class(head_size) // (1 if dtype.itemsize == 2 else 2)
     return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, target.decode_rows)))
 
 
-def _scores_max(rows: int, dtype: torch.dtype) -> int:
-    """Return the limit of a tile of scores.
+def key_tile(tiles: DecodeTiles, rows: int, dtype: torch.dtype) -> int:
+    """Return the keys of one step of the kernel's loop, for `rows` query heads. dtype: dtype of K and V.
 
     Converting or splitting numbers takes registers too, as measured for Hopper, which has the largest tiles.
     """
-    if dtype.itemsize == 4:
-        return SCORES_MAX // 4
-    return SCORES_MAX // 2 if dtype.itemsize == 1 and rows > 32 else SCORES_MAX
+    scores_max = SCORES_MAX // 4 if dtype.itemsize == 4 else SCORES_MAX
+    if dtype.itemsize == 1 and rows > 32:
+        scores_max //= 2
+    return min(tiles.keys, scores_max // rows)
 
 
 def paged_decode(
@@ -127,7 +128,7 @@ def paged_decode(
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
     group, head_tile = heads // kv_heads, head_class(head_size)
-    group_rows = _rows(group, head_size, dtype, target)
+    group_rows = tile_rows(group, head_size, dtype, target)
     units = (plan.shape[0] // FIELDS - 1) * kv_heads * -(-group // group_rows)
     # Steady plans have room for more parts than most steps need, and idle programs cost time too.
     programs = min(units, target.multiprocessors * tiles.waves_per_block) if target.steady else units
@@ -154,7 +155,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
         ROWS=group_rows,
-        KEYS=min(tiles.keys, _scores_max(group_rows, dtype) // group_rows),
+        KEYS=key_tile(tiles, group_rows, dtype),
         STAGES=tiles.stages,
         KIND=KINDS.get(dtype, 0),
         SOFTCAP=2 if target.asks_softcap else int(options.softcap > 0),

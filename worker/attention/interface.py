@@ -172,6 +172,15 @@ class PagedAttention(Protocol):
             [tokens, heads, head_size] in the dtype of query; of a layer with latents [tokens, heads, latent].
         """
 
+    def always_sharing(self) -> PagedAttention | None:
+        """Return a copy that reads what rows have in common once, however little it saves.
+
+        A self-test compares its bits with those of rows that are read alone.
+
+        Returns:
+            The copy; None if decodes run without other kernels where rows have something in common.
+        """
+
 
 def check_write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
     """Check the arguments of `write`.

@@ -25,6 +25,12 @@ DECODE_HEAD = _item("items")
 # A part of a row's keys, [begin, end). The results of a row's `parts` are stored in the workspace from `first_partial`
 # on.
 DECODE_PART = _item("row", "begin", "end", "first_partial", "part", "parts")
+# Number of parts that follow.
+SHARED_HEAD = _item("items")
+# Part number `part`, keys [begin, end), of `rows` rows that have it in common. They are described from item `first` on.
+SHARED_PART = _item("begin", "end", "part", "first", "rows")
+# One of these rows; its parts are stored in the workspace from `first_partial` on.
+SHARED_ROW = _item("row", "first_partial")
 # `tokens` new tokens of a row, from `first_token` in the flat batch, at `position`. row_start: position of the row's
 # first new token. row_length: length with all new tokens. first_page: the row's first page in a workspace, if any.
 PREFILL_TILE = _item("row", "first_token", "position", "tokens", "row_start", "row_length", "first_page")

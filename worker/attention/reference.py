@@ -97,6 +97,9 @@ class ReferenceAttention:
         _write(rotate(key, cos, sin), value, layer, batch)
         return rotate(query, cos, sin)
 
+    def always_sharing(self) -> None:
+        """Implement `PagedAttention.always_sharing`."""
+
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         """Implement `PagedAttention.attend`."""
         check_attend(query, layer, batch, options)

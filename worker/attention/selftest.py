@@ -36,6 +36,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # Rows: blocks and tokens before the new ones, and the number of new ones (decodes: 1).
 _DECODES = ((0, 0), (0, 1), (1, -1), (1, 0), (3, 2), (40, 5))
 _PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 70), (0, 0, 200))
+_COMMON = 1000  # tokens that rows have in common: three parts of a row
 log = logging.getLogger("worker")
 
 
@@ -142,6 +143,8 @@ def _checks(
         many = [decodes[row % len(decodes)] for row in range(multiprocessors + 1)]
         yield "decode of many rows", lambda: bench().attend(many)
     yield "padded decode", lambda: bench().attend_padded(decodes)
+    if not shape.latent:
+        yield "decode of common blocks", lambda: bench().attend_shared(40 if multiprocessors else 4)
     yield "prefill", lambda: bench().attend(prefills)
     yield "mixed-batch", lambda: bench().attend(mixed)
 
@@ -206,6 +209,26 @@ class _Bench:
         got = self.attention.attend(padded_query, layer, batch, self._options)[: len(rows)]
         want = ReferenceAttention().attend(query, layer, self._batch(rows), self._options)
         return _difference("attention", got, want, self._tolerance)
+
+    def attend_shared(self, count: int) -> str:
+        """Test decodes that begin alike, half of which part from the others early: the bits are those of each alone."""
+        sharing = self.attention.always_sharing()
+        if sharing is None:
+            return ""
+        rows = [(_COMMON + row % 3, 1) for row in range(count)]
+        query, layer = self._written(rows)
+        tables, starts, counts = self._tables(rows)
+        common = _COMMON // self.block_size
+        own = tables[1, common * 3 // 4 : common].copy()
+        tables[:, :common] = tables[0, :common]
+        tables[1::2, common * 3 // 4 : common] = own
+        alone, together, want = (
+            attention.attend(query, layer, self._built(tables, starts, counts), self._options)
+            for attention in (self.attention, sharing, ReferenceAttention())
+        )
+        if not torch.equal(alone, together):
+            return "rows that are read together have other bits than alone"
+        return _difference("attention", together, want, self._tolerance)
 
     @property
     def _options(self) -> AttentionOptions:

@@ -10,6 +10,7 @@ layer runs, so that one copy sends the whole structure of a step to the device.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
 from .expanded_space import ExpandedSpaces
-from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
+from .interface import AttentionOptions, KvLayer, PagedAttention, check_attend, check_latents, check_rotary, check_write
 from .latent_decode import LatentWorkspace, latent_decode, latent_planner, latent_problem
 from .latent_plan import LatentPlanner
 from .latent_prefill import latent_prefill, latent_prefill_tokens
@@ -39,9 +40,12 @@ from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_f
 from .prefill_plan import gluon_problem, hopper_problem, padded_tiles, plan_prefill, prefill_shape
 from .quantised import is_quantised
 from .reference import PLAIN, ReferenceAttention, rotate
+from .shared_decode import shared_decode, shared_planner
+from .shared_plan import SAVED_BYTES_MIN, SharedPlans, may_share
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
+_Shape = tuple[int, int, int, torch.dtype, int]  # query heads, KV heads, head size, dtype of K and V, window
 DECODES_MAX = 512  # rows of one launch, to bound the workspace of parts; also the rows of the largest graph
 
 
@@ -99,6 +103,7 @@ class TritonAttention:
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._latent_workspaces: dict[tuple[int, int], list[LatentWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
+        self._saved_bytes_min = SAVED_BYTES_MIN
         # Where the prefill kernel for K and V is that of Hopper, which outweighs the expansion.
         expands = self._target.hopper and not gluon_problem()
         self.expanded_spaces = ExpandedSpaces(device.torch_device) if expands else None
@@ -189,6 +194,14 @@ class TritonAttention:
         self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
 
+    def always_sharing(self) -> PagedAttention | None:
+        """Implement `PagedAttention.always_sharing`."""
+        if not self._target.steady:
+            return None
+        copied = copy.deepcopy(self)
+        copied._saved_bytes_min = 0
+        return copied
+
     def _attend(
         self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions, output: torch.Tensor
     ) -> None:
@@ -265,15 +278,55 @@ class TritonAttention:
         plan = self._resident(batch, ("decode", number, *shape), partial(self._decode_plan, shape, number))
         query = query if query.stride(1) == head_size else query.contiguous()
         workspace = self._workspace(planner, heads, head_size, query.device)
+        if self._runs_shared(batch, shape, number):
+            shared = self._resident(batch, ("shared", number, *shape), partial(self._shared_plan, shape, number))
+            shared_decode(query, layer, tables, shared, workspace, options, self._target)
         paged_decode(query, layer, tables, plan, output, workspace, options, self._target)
 
-    def _decode_plan(self, shape: tuple[int, int, int, torch.dtype, int], number: int, batch: PagedBatch) -> Int32Array:
-        """Return the plan of launch `number`, or nothing if the batch has no such launch."""
+    def _decode_plan(self, shape: _Shape, number: int, batch: PagedBatch) -> Int32Array:
+        """Return the plan of launch `number` without shared parts, or nothing if the batch has no such launch."""
         launches = _decodes_of(batch)
         if number >= len(launches):
             return _NOTHING
+        plans = self._plans_of(batch, shape, number)
+        if plans is not None:
+            return plans.own
         lengths = batch.lengths[launches[number].at]
         return decode_planner(len(lengths), *shape, self._target).plan(lengths)
+
+    def _shared_plan(self, shape: _Shape, number: int, batch: PagedBatch) -> Int32Array:
+        """Return the plan of the shared parts of launch `number`; without any, an empty one if the batch is static."""
+        plans = self._plans_of(batch, shape, number)
+        if plans is not None:
+            return plans.shared
+        if not batch.is_static:
+            return _NOTHING
+        planner = shared_planner(len(_decodes_of(batch)[number].at), *shape, self._target)
+        assert planner is not None, "a static batch launches what its shapes can share"
+        return np.zeros(planner.size, np.int32)
+
+    def _runs_shared(self, batch: PagedBatch, shape: _Shape, number: int) -> bool:
+        """Return whether launch `number` of a layer is preceded by one of the shared parts."""
+        if batch.is_static:
+            return batch.shares_reads and shared_planner(1, *shape, self._target) is not None
+        return self._plans_of(batch, shape, number) is not None
+
+    def _plans_of(self, batch: PagedBatch, shape: _Shape, number: int) -> SharedPlans | None:
+        """Return the plans of launch `number` with shared parts; None if no rows share, or too little."""
+        if batch.leader is not None or batch.is_window or (batch.is_static and not batch.shares_reads):
+            return None
+        key = ("shared plans", number, shape)
+        if key not in batch.plans:
+            launches = _decodes_of(batch)
+            batch.plans[key] = None
+            if number < len(launches):
+                at = launches[number].at
+                planner = shared_planner(len(at), *shape, self._target)
+                if planner is not None and may_share(batch.tables[at, :1], batch.lengths[at]):
+                    own = batch.tables[at], batch.lengths[at], batch.block_size
+                    batch.plans[key] = planner.plan(*own, self._saved_bytes_min)
+        plans: SharedPlans | None = batch.plans[key]
+        return plans
 
     def _prefill_latents(
         self,

@@ -107,7 +107,7 @@ def _nvidia_target(capability: int, shared_kib: int, multiprocessors: int) -> Ta
 
 KIB = 1024
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
-GFX9: dict[str, Any] = {"bitwise": QUANTISED, "barrier_waits": False}
+GFX9: dict[str, Any] = {"bitwise": QUANTISED, "barrier_waits": False, "two_tiles": (1, 2)}
 RDNA: dict[str, Any] = {"bitwise": QUANTISED}
 NVIDIA_PREFILL = (
     _prefill((128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), stored=(1,))
@@ -139,6 +139,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), stored=(2,))
             | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,)),
             write=WriteTiles(warps=4),
+            two_tiles=(1, 2),
             **_nvidia(90),
         ),
         Target(
@@ -238,6 +239,7 @@ TARGETS: dict[str, Target] = {
             decode_few=_decode(8 * KIB, 1, 1, 32),
             prefill=_prefill((32, 32, 1, 1), (32, 32, 1, 1), (32, 16, 1, 1)),
             write=WriteTiles(warps=1),
+            two_tiles=(1, 2, 4),
             widens=True,
         ),
     )

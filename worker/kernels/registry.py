@@ -225,6 +225,7 @@ def _copies(serving: Serving) -> None:
 SIDE_BY_SIDE = (_copies, _attention, _layers, _sampling)
 KERNELS = (
     Kernel("kvforge.worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention),
+    Kernel("kvforge.worker.attention.shared_decode", "shared_decode_kernel", ReferenceAttention.attend, _attention),
     Kernel("kvforge.worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention),
     Kernel(
         "kvforge.worker.attention.prefill_hopper",

@@ -31,6 +31,7 @@ from kvforge.worker.attention import (
     latent_write,
     prefill,
     prefill_copy,
+    shared_decode,
     write,
 )
 from kvforge.worker.attention.plan_items import FIELDS
@@ -307,6 +308,10 @@ def launch(target: Target, random: Random) -> None:
     planner = decode.decode_planner(rows, heads, kv_heads, head_size, stored, options.window, target)
     workspace = decode.DecodeWorkspace.allocate(planner, heads, head_size, torch.device("meta"))
     decode.paged_decode(query, layer, table[random.randint(0, 1) :], items.view(-1), output, workspace, options, target)
+    steady = replace(target, steady=True)
+    if shared_decode.shared_planner(rows, heads, kv_heads, head_size, stored, options.window, steady) is not None:
+        tables = table[random.randint(0, 1) :]
+        shared_decode.shared_decode(query, layer, tables, items.view(-1), workspace, options, steady)
     prefill.paged_prefill(query, layer, table, items, output, options, target)
     rotated = random.choice((None, head_size, head_size // 2))
     angles = None if rotated is None else torch.empty((rows, rotated), dtype=key.dtype, device="meta")

@@ -260,6 +260,9 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
     started = serving(model_of(kernel))
     if kernel.module == "kvforge.worker.attention.prefill_copy":
         started = replace(started, kv_dtype=torch.int8)
+    if kernel.name == "shared_decode_kernel":
+        steady = replace(DEVICE, steady=True)
+        started = replace(started, device=steady, attention=choose_attention(steady, "triton"))
     if ".attention.latent_" in kernel.module:
         started = replace(started, shapes=SHAPES_OF_LATENTS[kernel.hopper :][:1])
     if kernel.name == "prefill_portable" and DEVICE.architecture[0] == "sm_90":

@@ -1,0 +1,272 @@
+"""Parts that rows have in common are read once on Triton's kernels, with the bits that each row has alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
+from kvforge.worker.attention.decode_plan import DecodePlanner
+from kvforge.worker.attention.plan_items import (
+    DECODE_HEAD,
+    DECODE_PART,
+    FIELDS,
+    SHARED_HEAD,
+    SHARED_PART,
+    SHARED_ROW,
+    named,
+)
+from kvforge.worker.attention.quantised import is_quantised, quantise
+from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
+from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans
+from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.target import Target
+from kvforge.worker.device.targets import TARGETS, current_target
+from tests.worker.attention.cases import sinks
+
+F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+BLOCK_SIZE = 16
+# Tokens of each row, and how many of its blocks are those of which earlier row.
+ROWS = [
+    (1500, 0, 0),
+    (1502, 0, 93),  # a draft of the row before: all of its blocks, and more tokens
+    (1501, 0, 93),
+    (1490, 0, 70),  # a fork, with the same borders, that parts in the middle of a part
+    (1000, 0, 62),  # fewer tokens, and so other borders
+    (0, 0, 0),  # padding
+    (300, 0, 18),  # one part: it is read alone
+    (1500, 7, 0),
+    (1499, 7, 93),
+    (1411, 9, 0),  # nobody's
+    (1500, 0, 93),
+    (1503, 0, 93),
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("auto")
+
+
+@dataclass
+class Case:
+    """Rows whose tables begin alike, over random K and V, with NaN where no row has a token."""
+
+    query: torch.Tensor
+    layer: KvLayer
+    tables: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    target: Target
+
+    @classmethod
+    def make(
+        cls,
+        device: Device,
+        heads: tuple[int, int],
+        head_size: int,
+        dtype: torch.dtype,
+        rows: list[tuple[int, int, int]] = ROWS,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(head_size)
+        lengths = np.array([length for length, *_ in rows], np.int64)
+        tables = np.full((len(rows), -(-int(lengths.max()) // BLOCK_SIZE) + 1), 2**31 - 1, np.int64)
+        used = 1
+        for row, (length, earlier, common) in enumerate(rows):
+            needed = -(-length // BLOCK_SIZE)
+            tables[row, :needed] = np.arange(used + needed, used, -1)
+            tables[row, : min(common, needed)] = tables[earlier, : min(common, needed)]
+            used += needed
+        quantised = is_quantised(dtype)
+        shape = (used + 1, BLOCK_SIZE, heads[1], head_size)
+        held, scales = [], []
+        for _ in "kv":
+            numbers = torch.randn(shape, generator=generator)
+            kept, kept_scales = quantise(numbers, dtype) if quantised else (numbers.to(dtype), None)
+            held.append(kept.to(device.torch_device))
+            scales.append(None if kept_scales is None else kept_scales.to(device.torch_device))
+        query = torch.randn((len(rows), heads[0], head_size), generator=generator).to(F16 if quantised else dtype)
+        target = replace(current_target(device), steady=True)
+        return cls(query.to(device.torch_device), KvLayer(*held, *scales), tables, lengths, target)
+
+    @property
+    def shape(self) -> tuple[int, int, int, torch.dtype]:
+        return self.query.shape[1], self.layer.keys.shape[2], self.query.shape[2], self.layer.keys.dtype
+
+    def planner(self) -> SharedPlanner:
+        planner = shared_planner(len(self.lengths), *self.shape, 0, self.target)
+        assert planner is not None
+        return planner
+
+    def plans(self) -> SharedPlans:
+        plans = self.planner().plan(self.tables, self.lengths, BLOCK_SIZE, 0)
+        assert plans is not None
+        return plans
+
+    def run(self, options: AttentionOptions, plans: SharedPlans | None) -> torch.Tensor:
+        """Attend by these plans, or alone without any. Twice: the counters are restored."""
+        planner = decode_planner(len(self.lengths), *self.shape, 0, self.target)
+        on = self.query.device
+        workspace = DecodeWorkspace.allocate(planner, self.shape[0], self.shape[2], on)
+        tables = torch.from_numpy(self.tables.astype(np.int32)).to(on)
+        own = torch.from_numpy(planner.plan(self.lengths) if plans is None else plans.own).to(on)
+        outputs = [torch.full_like(self.query, 7.0) for _ in range(2)]
+        for output in outputs:
+            workspace.partials.fill_(torch.nan)
+            workspace.sizes.fill_(torch.nan)
+            if plans is not None:
+                shared = torch.from_numpy(plans.shared).to(on)
+                shared_decode(self.query, self.layer, tables, shared, workspace, options, self.target)
+            paged_decode(self.query, self.layer, tables, own, output, workspace, options, self.target)
+        assert torch.equal(*outputs), "the second run differs from the first"
+        assert not workspace.counters.any()
+        return outputs[0]
+
+
+def shared_of(plans: SharedPlans) -> npt.NDArray[Any]:
+    count = int(named(plans.shared[:FIELDS], SHARED_HEAD)["items"][0])
+    return named(plans.shared[FIELDS : FIELDS * (1 + count)], SHARED_PART)
+
+
+def rows_of(plans: SharedPlans, item: Any) -> npt.NDArray[Any]:
+    first = int(item["first"])
+    return named(plans.shared[FIELDS * first : FIELDS * (first + int(item["rows"]))], SHARED_ROW)
+
+
+def own_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+    count = int(named(plan[:FIELDS], DECODE_HEAD)["items"][0])
+    assert not plan[FIELDS * (1 + count) :].any()
+    return named(plan[FIELDS : FIELDS * (1 + count)], DECODE_PART)
+
+
+CASES = [
+    ((8, 2), 64, F32, 0.0, False),
+    ((4, 4), 80, BF16, 0.0, True),
+    ((6, 2), 128, F16, 5.0, False),
+    ((7, 1), 64, I8, 0.0, True),
+    ((8, 2), 128, FP8, 0.0, False),
+    ((24, 2), 96, BF16, 0.0, False),  # 12 query heads take a tile by themselves
+]
+
+
+@pytest.mark.parametrize(("heads", "head_size", "dtype", "softcap", "has_sinks"), CASES, ids=str)
+def test_rows_have_the_bits_that_they_have_alone(
+    heads: tuple[int, int], head_size: int, dtype: torch.dtype, softcap: float, has_sinks: bool, device: Device
+) -> None:
+    case = Case.make(device, heads, head_size, dtype)
+    options = AttentionOptions(head_size**-0.5, softcap=softcap, sinks=sinks(heads[0], device) if has_sinks else None)
+    want, plans = case.run(options, None), case.plans()
+    assert want.isfinite().all()
+    shared = shared_of(plans)
+    together = {tuple(rows_of(plans, item)["row"].tolist()) for item in shared}
+    assert {row for rows in together for row in rows} >= {0, 1, 2, 3, 7, 8, 10, 11}
+    assert torch.equal(case.run(options, plans), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, I8, FP8], ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
+    """Every group of query heads that shares, rows for several programs, and long ones."""
+    random = Random(head_size)
+    rows = [(random.randint(8000, 8300), 0, random.choice((30, 200, 500, 600))) for _ in range(70)]
+    for heads in ((8, 8), (24, 8), (32, 8), (28, 4), (16, 2), (48, 4), (32, 2)):
+        case = Case.make(device, heads, head_size, dtype, [*ROWS, *rows])
+        if shared_planner(1, *case.shape, 0, case.target) is None:
+            continue
+        for softcap in (0.0, 30.0):
+            for sink in (None, sinks(heads[0], device)):
+                options = AttentionOptions(head_size**-0.5, softcap=softcap, sinks=sink)
+                assert torch.equal(case.run(options, case.plans()), case.run(options, None))
+
+
+@pytest.mark.parametrize("fault", ["wrong group", "wrong border", "wrong place"])
+def test_a_wrong_plan_changes_bits(fault: str, device: Device) -> None:
+    case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
+    plans = case.plans()
+    item = shared_of(plans)[0]
+    if fault == "wrong group":
+        rows_of(plans, item)["row"][1] = 7  # a row of another prefix
+    elif fault == "wrong border":
+        item["end"] -= 1
+    else:
+        rows_of(plans, item)["first_partial"][0] += 1
+    shared = torch.from_numpy(plans.shared)
+    assert shared_of(plans)[0] == item and shared.any()
+    with pytest.raises(AssertionError):
+        assert torch.equal(case.run(options, plans), case.run(options, None))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_part_is_computed_once_and_shared_ones_are_common(seed: int) -> None:
+    random = Random(seed)
+    rows, block_size = random.randint(1, 40), random.choice((8, 16, 48))
+    lengths = np.array([random.choice((0, random.randint(1, 9000), random.randint(4000, 4200))) for _ in range(rows)])
+    tables = np.arange(rows * 1200).reshape(rows, 1200)
+    for row in range(1, rows):
+        like, blocks = random.randrange(row), random.randint(0, 1100)
+        tables[row, :blocks] = tables[like, :blocks]
+    decode = DecodePlanner(rows + random.randint(0, 3), 100, key_tile=random.choice((32, 128)), steady=True)
+    planner = SharedPlanner(decode, random.choice((2, 3, 8, 32)), 4096)
+    alone = decode.plan(lengths)
+    found = {(int(each["row"]), int(each["part"])): each for each in own_of(alone)}
+    plans = planner.plan(tables, lengths, block_size, 0)
+    if plans is None:
+        return
+    assert plans.shared.size == planner.size and plans.own.size == decode.size
+    left = own_of(plans.own)
+    assert {row for row, _ in found} == set(left["row"].tolist()), "the last part of a row is its own"
+    for each in left:
+        assert each == found.pop((int(each["row"]), int(each["part"])))
+    for item in shared_of(plans):
+        members = rows_of(plans, item)
+        assert 2 <= len(members) <= planner.rows
+        blocks = -(-int(item["end"]) // block_size)
+        for member in members:
+            each = found.pop((int(member["row"]), int(item["part"])))
+            assert [each[name] for name in ("begin", "end")] == [item[name] for name in ("begin", "end")]
+            assert each["first_partial"] == member["first_partial"]
+            assert (tables[member["row"], :blocks] == tables[members["row"][0], :blocks]).all()
+    assert not found, "parts that nothing computes"
+
+
+def test_rows_of_one_length_share_all_parts_but_the_last() -> None:
+    decode = DecodePlanner(64, 100, key_tile=128, steady=True)
+    tables = np.tile(np.arange(600), (64, 1))
+    tables[:, 512:] = 1000 + np.arange(64 * 88).reshape(64, 88)
+    plans = SharedPlanner(decode, 8, 4096).plan(tables, np.full(64, 8192 + 70), 16)
+    assert plans is not None
+    shared, own = shared_of(plans), own_of(plans.own)
+    assert len(own) == 64 and len(shared) == 8 * (int(own["parts"][0]) - 1)
+    assert shared["part"].tolist() == sorted(shared["part"].tolist()), "what reads the same keys runs side by side"
+
+
+def test_sharing_must_save_enough() -> None:
+    decode = DecodePlanner(4, 100, key_tile=128, steady=True)
+    tables = np.tile(np.arange(600), (4, 1))
+    lengths = np.array([2000, 2001, 2002, 2003])
+    planner = SharedPlanner(decode, 8, 4096)
+    plans = planner.plan(tables, lengths, 16, 0)
+    assert plans is not None
+    saved = 3 * int(shared_of(plans)["end"].max()) * planner.token_bytes
+    assert planner.plan(tables, lengths, 16, saved) is not None
+    assert planner.plan(tables, lengths, 16, saved + 1) is None
+
+
+def test_what_the_kernel_leaves_to_the_other_one() -> None:
+    target = replace(TARGETS["sm_90"], steady=True)
+    shape = (32, 8, 128, BF16)
+    assert shared_planner(4, *shape, 0, target) is not None
+    assert shared_planner(4, *shape, 1024, target) is None, "layers with a window"
+    assert shared_planner(4, *shape, 0, TARGETS["sm_90"]) is None, "plans that depend on other rows"
+    assert shared_planner(4, 16, 1, 128, BF16, 0, target) is not None
+    assert shared_planner(4, 17, 1, 128, BF16, 0, target) is None, "query heads in more than one tile"
