@@ -122,8 +122,8 @@ def show(stats: Stats) -> None:
             )
             for tenant in stats.tenants
         ]
-        names = ("tenant", "weight", "pending", "blocks", "host blocks", "disk blocks", "prefix hits")
-        printing.print_table(names, tenants)
+        columns = ("tenant", "weight", "pending", "blocks", "host blocks", "disk blocks", "prefix hits")
+        printing.print_table(columns, tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
 
 
