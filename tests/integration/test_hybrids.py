@@ -35,6 +35,7 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path)
         ("mamba2", 20, 1),
         ("minimax", 3, 1),
         ("qwen3_next", 2, 2),
+        ("recurrent_gemma", 2, 1),
     ],
 )
 def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_path: Path) -> None:

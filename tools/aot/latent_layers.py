@@ -23,15 +23,20 @@ MODELS = {
     "MiniCPM 3": (40, 64, 32, 256, 64),
     "odd sizes": (5, 24, 8, 72, 40),
 }
+RECURRENT_GEMMA = (10, 256)  # heads of the gates, and channels of a head
 TOKENS = (1, FEW_TOKENS + 1)
 ROUTERS = ((64, 2048), (128, 4096), (256, 7168), (8, 1000))
 
 
 def by_head_configurations(target: Target) -> list[Configuration]:
-    """Return the configurations of `by_head_kernel` on `target`: to latents, and from them. torch has the others."""
+    """Return the configurations of `by_head_kernel` on `target`: to latents, from them, and to gates of RG-LRU.
+
+    torch has the others.
+    """
     if not target.matrix:
         return []
-    return distinct(_by_head(target, *each) for each in product(FLOATS[:2], MODELS, TOKENS, ("absorb", "expand")))
+    made = [_by_head(target, *each) for each in product(FLOATS[:2], MODELS, TOKENS, ("absorb", "expand"))]
+    return distinct([*made, *(_gates(target, *each) for each in product(FLOATS[:2], TOKENS))])
 
 
 def input_configurations(target: Target) -> list[Configuration]:
@@ -67,6 +72,16 @@ def _by_head(target: Target, dtype: torch.dtype, model: str, tokens: int, which:
     with recorded(target) as launched:
         by_head(launched_on(target), x, weight, output)
     return Configuration(f"{which} {DTYPE_NAMES[dtype]} {model} {tokens} tokens", launched[0], matrix=True)
+
+
+def _gates(target: Target, dtype: torch.dtype, tokens: int) -> Configuration:
+    heads, channels = RECURRENT_GEMMA
+    x, weight = (
+        meta_tensor(*shape, dtype=dtype) for shape in ((tokens, heads, channels), (heads, channels, 2 * channels))
+    )
+    with recorded(target) as launched:
+        by_head(launched_on(target), x, weight)
+    return Configuration(f"gates {DTYPE_NAMES[dtype]} RecurrentGemma {tokens} tokens", launched[0], matrix=True)
 
 
 def _inputs(target: Target, dtype: torch.dtype, model: str) -> Configuration:

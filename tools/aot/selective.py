@@ -19,7 +19,8 @@ from .recurrent_prompts import TOKENS, rows_of
 from .specialise import recorded
 
 # Channels, numbers of a channel's state.
-MODELS = {"Jamba": (8192, 16), "odd sizes": (72, 12)}
+MODELS = {"Jamba": (8192, 16), "odd sizes": (72, 12), "RecurrentGemma": (2560, 1)}
+WIDE = ("RecurrentGemma",)  # given float32
 
 
 def step_configurations(target: Target) -> list[Configuration]:
@@ -45,7 +46,7 @@ def space_of(channels: int, state_size: int) -> SelectiveSpace:
 def _advance(
     target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool, prompts: bool = False
 ) -> Configuration:
-    space = space_of(*MODELS[model])
+    space, dtype = space_of(*MODELS[model]), F32 if model in WIDE else dtype
     tokens = TOKENS if prompts else 1
     inputs = SelectiveInputs(*(meta_tensor(tokens, width, dtype=dtype) for width in space.widths))
     with recorded(target) as launched:

@@ -251,6 +251,9 @@ class FusedOperations:
             return self._plain.advance_selective(inputs, states, space)
         return advance_selective(self, inputs, states, space)
 
+    def begins(self, _x: torch.Tensor) -> None:
+        """Return None: a generated token has tokens before it."""
+
     def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
         """Implement `StateOperations.for_prompts`."""
         return None if choose_delta_tiles(self.target, dtype) is None else partial(TritonPrompts, self)

@@ -242,6 +242,9 @@ class PlainOperations:
         """Implement `StateOperations.advance_selective`."""
         return advance_selective_plain(inputs, states, space)
 
+    def begins(self, _x: torch.Tensor) -> None:
+        """Return None: a generated token has tokens before it."""
+
     def for_prompts(self, _dtype: torch.dtype) -> None:
         """Return None: in plain torch, transformers' modules are as fast."""
 

@@ -38,6 +38,10 @@ class PlainPrompts:
     def for_token_prompts(self, _dtype: torch.dtype) -> None:
         """Return None, as `for_prompts`."""
 
+    def begins(self, x: torch.Tensor) -> torch.Tensor:
+        """Implement `StateOperations.begins`."""
+        return self._rows.begins(x)
+
     def convolve(self, x: torch.Tensor, states: StateRows, convolution: Convolution) -> torch.Tensor:
         """Implement `StateOperations.convolve`."""
         weight, taps = convolution.weight.float(), convolution.weight.shape[1]

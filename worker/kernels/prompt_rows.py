@@ -61,6 +61,13 @@ class PromptRows:
     tiles: torch.Tensor
     segments: tuple[Segment, ...]
 
+    def begins(self, x: torch.Tensor) -> torch.Tensor:
+        """Implement `StateOperations.begins`. Everything is computed on the device: a graph's rows change."""
+        start, first, count = self.rows.long().unbind(1)
+        marks = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device)  # the last one for rows that begin earlier
+        marks[torch.where((start == 0) & (count > 0), first, len(x))] = True
+        return marks[:-1]
+
     def chunks(self, row: int) -> list[tuple[int, int]]:
         """Return the chunks of a row as [first, end) of its own tokens."""
         start, count = int(self.starts[row]), int(self.counts[row])

@@ -148,12 +148,14 @@ def compare_prompt_selective(
     """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
     device = space.rates.device
     generator = torch.Generator(device).manual_seed(1)
+    like = torch.empty(0, dtype=dtype, device=device)
+    dtype = torch.float32 if space.is_wide else dtype
     inputs = SelectiveInputs(
         *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in space.widths)
     )
 
     def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:
-        over, rows = _prompts(operations, chosen, inputs.x)
+        over, rows = _prompts(operations, chosen, like)
         return _by_row(over.advance_selective(inputs, states, space), rows)
 
     tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)

@@ -173,6 +173,16 @@ class StateOperations(Protocol):
             [rows, channels], a new tensor in the dtype of the inputs.
         """
 
+    def begins(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return which tokens are the first of their sequence.
+
+        Args:
+            x: [tokens, n], of the step.
+
+        Returns:
+            [tokens] bool; None: no token is.
+        """
+
     def for_prompts(self, dtype: torch.dtype) -> PromptForm | None:
         """Return the form of these operations for prompts of a dtype; None: transformers' modules compute them."""
 
@@ -194,6 +204,9 @@ class DenseOperations(Protocol):
 
     def norm(self, x: torch.Tensor, norm: Any, output: torch.Tensor | None = None) -> torch.Tensor:
         """See `LayerOperations.norm`. norm: a `layer_weights.Norm`, which refers to this file."""
+
+    def by_head(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LayerOperations.by_head`."""
 
 
 class StepOperations(StateOperations, DenseOperations, Protocol):

@@ -92,12 +92,16 @@ def forms_of(steps: Sequence[MixerStep]) -> Forms:
     convolutions = {_form(each.convolution): each.convolution for each in steps if each.convolution is not None}
     deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
     spaces = {_form_of_space(each.space): each.space for each in steps if each.space is not None}
-    selectives = {each.selective.state: each.selective for each in steps if each.selective is not None}
+    selectives = {_form_of_selective(each.selective): each.selective for each in steps if each.selective is not None}
     return Forms(list(convolutions.values()), list(deltas.values()), list(spaces.values()), list(selectives.values()))
 
 
 def _form_of_space(space: StateSpace) -> tuple[object, ...]:
     return space.state, space.groups, space.normalises
+
+
+def _form_of_selective(space: SelectiveSpace) -> tuple[object, ...]:
+    return space.state, space.is_wide
 
 
 def _form(convolution: Convolution) -> tuple[object, ...]:
@@ -173,6 +177,7 @@ def compare_selective(
 ) -> str:
     """Return how state spaces differ from plain torch, or a row's bits from those alone; "" if they do not."""
     generator = torch.Generator(space.rates.device).manual_seed(rows)
+    dtype = torch.float32 if space.is_wide else dtype
     given = [_before_nan(rows, width, dtype, generator) for width in space.widths]
     tensor = StateTensor(0, RECURRENT, space.state, torch.float32, kept)
 

@@ -29,11 +29,13 @@ class SelectiveSpace:
         rates: [channels, state_size] float32, contiguous, negative.
         biases: [channels] float32.
         skips: [channels] float32.
+        is_wide: Whether inputs are float32 in a model of any dtype.
     """
 
     rates: torch.Tensor
     biases: torch.Tensor
     skips: torch.Tensor
+    is_wide: bool = False
 
     @property
     def channels(self) -> int:

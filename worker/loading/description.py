@@ -165,6 +165,7 @@ class Family:
         inner_norm: Norm before the feed-forward block; "": none.
         fed_norm: Norm of its result; "": none.
         projected: Projections to Q, K and V in order, or the joined one.
+        attention: The module with these projections in a layer that attends.
         output: Projection of the heads' results.
         is_query_gated: Whether each head's rows of Q are followed by rows of a gate, whose sigmoid is a factor of the
             head's result.
@@ -196,6 +197,7 @@ class Family:
         token_blocks: Blocks with an input of the token, in models that have them.
         output_scale: Tensor with the factor of the residual after a layer; "": none.
         embedding_scale: Setting with the factor of embeddings; "": that of the embedding module, or none.
+        embedding_factor: Tensor of the decoder with that factor; "": none.
         residual_scale: Setting with the factor of both results; "": none.
         residual_factor: Attribute of layers with that factor; "": none.
         logit_scale: Setting with the factor of logits; "": none.
@@ -209,6 +211,7 @@ class Family:
     inner_norm: str = "post_attention_layernorm"
     fed_norm: str = ""
     projected: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention: str = "self_attn"
     output: str = "o_proj"
     is_query_gated: bool = False
     mixers: tuple[str, ...] = ()
@@ -239,6 +242,7 @@ class Family:
     token_blocks: TokenBlocks | None = None
     output_scale: str = ""
     embedding_scale: str = ""
+    embedding_factor: str = ""
     residual_scale: str = ""
     residual_factor: str = ""
     logit_scale: str = ""

@@ -148,6 +148,10 @@ def _position_embedding(decoder: Any, _layer: int) -> Any:
     return decoder.pos_emb
 
 
+def _rotary_of_attention(decoder: Any, layer: int) -> Any:
+    return decoder.layers[layer].temporal_block.rotary_emb
+
+
 def _unrotated(_decoder: Any, _layer: int) -> None:
     return None
 
@@ -334,6 +338,18 @@ FAMILIES = {
     "qwen3_moe.Qwen3MoeForCausalLM": Family(mixture=Mixture(_softmax)),
     "qwen3_vl.Qwen3VLTextForCausalLM": LLAMA,
     "qwen3_vl_moe.Qwen3VLMoeTextForCausalLM": Family(mixture=Mixture(_softmax)),
+    "recurrent_gemma.RecurrentGemmaForCausalLM": Family(
+        input_norm="temporal_pre_norm",
+        inner_norm="channel_pre_norm",
+        attention="temporal_block",
+        mixers=("temporal_block",),
+        rotary=_rotary_of_attention,
+        feed="mlp_block",
+        activation="hidden_activation",
+        embedding_factor="normalizer",
+        logit_softcap="logits_soft_cap",
+        final_norm="final_norm",
+    ),
     "seed_oss.SeedOssForCausalLM": LLAMA,
     "smollm3.SmolLM3ForCausalLM": Family(rotates=_used),
     "starcoder2.Starcoder2ForCausalLM": Family(gate_up=("c_fc",), is_gated=False, down="c_proj"),

@@ -133,6 +133,8 @@ def _embedding_scale(module: Any, family: Family) -> float:
         return _setting(module.config, family.embedding_scale, 1.0)
     table = module.model.embed_tokens
     scale = getattr(table, "embed_scale", None)
+    if family.embedding_factor:
+        scale = getattr(module.model, family.embedding_factor)
     return 1.0 if scale is None else float(scale.to(table.weight.dtype))
 
 
@@ -165,7 +167,7 @@ def _fuse_layer(
     is_split: bool,
 ) -> FusedLayer:
     """Make a layer that attends. is_split: whether ranks divide it."""
-    family, attention = parts.family, layer.self_attn
+    family, attention = parts.family, getattr(layer, parts.family.attention)
     if found.latent is not None:
         return _fuse_latent_layer(layer, options, found, found.latent, parts, packer)
     head_size = attention.head_dim

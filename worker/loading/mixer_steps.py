@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
 from kvforge.worker.kernels.activations import NAMES, Activation
+from kvforge.worker.kernels.gated_unit_step import GatedUnitStep
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.lightning_step import LightningStep
 from kvforge.worker.kernels.recurrent import (
@@ -121,11 +123,15 @@ def _norms_of_mamba_1(mixer: Any) -> tuple[Norm, Norm, Norm] | None:
 
 
 def _lightning(mixer: Any) -> MixerStep | None:
-    name = next((name for name in NAMES if type(mixer.act_fn) is type(ACT2FN[name])), None)
-    if name is None:
-        return None  # another activation
+    activation = _activation(mixer.act_fn)
+    if activation is None:
+        return None  # another one
     norm = Norm(mixer.norm.weight.detach(), mixer.norm.variance_epsilon)
-    return LightningStep.of(-_slopes(mixer), norm, Activation(NAMES[name]), ("qkv_proj", "output_gate"))
+    return LightningStep.of(-_slopes(mixer), norm, activation, ("qkv_proj", "output_gate"))
+
+
+def _activation(part: Any) -> Activation | None:
+    return next((Activation(kind) for name, kind in NAMES.items() if type(part) is type(ACT2FN[name])), None)
 
 
 def _slopes(mixer: Any) -> torch.Tensor:
@@ -139,6 +145,26 @@ def _slopes(mixer: Any) -> torch.Tensor:
         return kept.float()
     meant = mixer.get_slope_rate().flatten().to(kept.device, torch.float32)
     return meant if torch.allclose(meant, kept.float(), rtol=torch.finfo(kept.dtype).eps, atol=0.0) else kept.float()
+
+
+def _gated_unit(mixer: Any) -> MixerStep | None:
+    unit, activation = mixer.rg_lru, _activation(mixer.act_fn)
+    if activation is None:
+        return None  # another one
+    rates = -8.0 * softplus(unit.recurrent_param.detach().float())
+    zeros = torch.zeros_like(rates)
+    weights, biases = (
+        (unit.input_gate_weight, unit.recurrent_gate_weight),
+        (unit.input_gate_bias, unit.recurrent_gate_bias),
+    )
+    return GatedUnitStep(
+        _convolution(mixer.conv_1d),
+        SelectiveSpace(rates[:, None].contiguous(), zeros, zeros, is_wide=True),
+        torch.cat([each.detach() for each in weights], dim=2),
+        torch.cat([each.detach() for each in biases], dim=1),
+        activation,
+        ("linear_x", "linear_y"),
+    )
 
 
 # By the folder in transformers.models and the class of the mixer.
@@ -157,6 +183,7 @@ STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "qwen3_5.Qwen3_5GatedDeltaNet": _gated_delta,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _gated_delta,
     "qwen3_next.Qwen3NextGatedDeltaNet": _gated_delta,
+    "recurrent_gemma.RecurrentGemmaRecurrentBlock": _gated_unit,
 }
 
 

@@ -1,6 +1,7 @@
 """Mixers that keep their state elsewhere than in transformers' cache of states: how each runs with a row's state.
 
-MiniMax has a cache of its own. Neither its interface nor its layout of a state is that of the other mixers.
+MiniMax has a cache of its own. Neither its interface nor its layout of a state is that of the other mixers. Layers of
+RecurrentGemma keep their state in attributes, and continue it with single tokens only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT
 
 from .row_cache import RowCache
 
@@ -58,8 +61,33 @@ def _lightning(_mixer: Any, forward: Callable[..., Any], hidden: torch.Tensor, h
     return mixed
 
 
+def _gated_unit(mixer: Any, forward: Callable[..., Any], hidden: torch.Tensor, held: RowCache) -> torch.Tensor:
+    """Run RecurrentGemma's. Its convolution's state is one shorter than ours, whose oldest input is never read."""
+    inputs, count = held.get_conv_state(0), hidden.shape[1]
+    if inputs is None:
+        mixer.conv1d_state = hidden.new_zeros((1, mixer.lru_width, mixer.conv1d_width - 1))
+        mixer.rg_lru.recurrent_states = hidden.new_zeros((1, mixer.lru_width), dtype=torch.float32)
+        places = torch.arange(count, device=hidden.device)
+    else:
+        assert count == 1, "several tokens behind a state"
+        state = held.get_recurrent_state(0)
+        assert state is not None, "a convolution without the unit behind it"
+        mixer.conv1d_state, mixer.rg_lru.recurrent_states = inputs[..., 1:], state[..., 0]
+        places = torch.ones(1, dtype=torch.int64, device=hidden.device)  # any but the first
+    try:
+        mixed: torch.Tensor = forward(hidden, position_ids=places[None], attention_mask=None, use_cache=True)[0]
+        held.state[CONVOLUTION] = torch.nn.functional.pad(mixer.conv1d_state, (1, 0))
+        held.state[RECURRENT] = mixer.rg_lru.recurrent_states[..., None]
+        return mixed
+    finally:
+        mixer.conv1d_state = mixer.rg_lru.recurrent_states = None
+
+
 # By the folder in transformers.models and the class of the mixer.
-OWN_STATES = {"minimax.MiniMaxLightningAttention": OwnState(_lightning)}
+OWN_STATES = {
+    "minimax.MiniMaxLightningAttention": OwnState(_lightning),
+    "recurrent_gemma.RecurrentGemmaRecurrentBlock": OwnState(_gated_unit, chunk=1),
+}
 
 
 def own_state_of(kind: type) -> OwnState | None:

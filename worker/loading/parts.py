@@ -225,7 +225,7 @@ def _attending(
     found: LayerParts, layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables
 ) -> LayerParts:
     """Add the parts of a layer's attention."""
-    attention, config = layer.self_attn, decoder.config
+    attention, config = getattr(layer, family.attention), decoder.config
     latent = _latent(attention, family)
     head_size = int(attention.head_dim) if latent is None else latent.head_size
     if head_size > HEAD_LIMIT or head_size % 2:

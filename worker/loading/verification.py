@@ -51,6 +51,8 @@ NOTHING_PROVED = 0.5
 ALIKE = 2.0
 # Largest difference that rounding explains of a query's norm at two positions, relative to the norm.
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
+# Position of the first of the tokens that distant ones are compared with. An RG-LRU does not scale its input at 0.
+NEAR = 1
 # A batch of two: tokens of each, and how many the first pass feeds (the second: a chunk and a decode).
 LENGTHS, FIRST = np.array([7, 4], np.int32), np.array([4, 3], np.int32)
 
@@ -137,7 +139,7 @@ def _compare_distant_queries(model: LoadedModel) -> None:
     if model.fused is None or counts_positions(model.module):
         return
     most = model.info.context_tokens_max - RECORDED_TOKENS
-    near = query_norms(model.module, 0, model.device)
+    near = query_norms(model.module, NEAR, model.device)
     for first in sorted({most // 3, most}):
         far = query_norms(model.module, first, model.device)
         attending = [layer for layer in model.fused.layers if layer.attends]
@@ -146,7 +148,9 @@ def _compare_distant_queries(model: LoadedModel) -> None:
             if layer.head_norms is not None and layer.head_norms.after_rotation:
                 continue  # a weight after the rotation makes the norm depend on the position
             if layer.query_scale is not None:
-                factors = [layer.query_scale.factors(each, model.dtype).flatten() for each in (places, places + first)]
+                factors = [
+                    layer.query_scale.factors(each, model.dtype).flatten() for each in (places + NEAR, places + first)
+                ]
                 one = one * factors[1] / factors[0]
             if bool(((other - one).abs() > NORM_TOLERANCE[model.dtype] * one.abs()).any()):
                 problem = f"layer {index} scales queries from position {first} on otherwise than described"

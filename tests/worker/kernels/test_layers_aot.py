@@ -275,11 +275,12 @@ def run_states(
         gate, mixed, steps = torch.empty((tokens, sum(widths)), dtype=dtype).split(widths, 1)
         tables = states(RECURRENT, space.state, torch.float32)
         over.advance_state_space(StateSpaceInputs(mixed, gate, steps), tables, space)
-    for channels, state_size in selective.MODELS.values():
+    for model, (channels, state_size) in selective.MODELS.items():
         scan = selective.space_of(random.choice((1, 3)) * channels, state_size)
+        given = torch.float32 if model in selective.WIDE else dtype
         rank = random.choice((3, 64, 160))
-        x, gate = torch.empty((tokens, 2 * scan.channels), dtype=dtype).chunk(2, 1)
-        _, b, c = torch.empty((tokens, rank + 2 * state_size), dtype=dtype).split([rank, state_size, state_size], 1)
+        x, gate = torch.empty((tokens, 2 * scan.channels), dtype=given).chunk(2, 1)
+        _, b, c = torch.empty((tokens, rank + 2 * state_size), dtype=given).split([rank, state_size, state_size], 1)
         time_steps, tables = torch.empty_like(gate), states(RECURRENT, scan.state, torch.float32)
         over.advance_selective(SelectiveInputs(torch.empty_like(x), gate, time_steps, b, c), tables, scan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ CASES: list[tuple[tuple[int, int], int, torch.dtype | None]] = [
     ((150, 16), 3, None),  # vectors, in blocks of channels
     ((24, 21), 5, torch.bfloat16),  # and numbers one by one
     ((70, 8), 1, torch.float16),
+    ((1030, 1), 2, None),  # as of RG-LRU
 ]
 
 
@@ -54,6 +56,8 @@ def test_kernels_of_prompts_are_plain_torchs(cpu: Device, dtype: torch.dtype, ke
     if not is_interpreted():
         pytest.skip("needs Triton's interpreter")
     assert compare_prompt_selective(FusedOperations(cpu), selective(72, 12), dtype, kept) == ""
+    wide = replace(selective(72, 1), is_wide=True)
+    assert compare_prompt_selective(FusedOperations(cpu), wide, dtype, kept) == ""
 
 
 @pytest.mark.parametrize("kept", [None, torch.bfloat16])
@@ -61,7 +65,7 @@ def test_the_kernel_of_prompts_on_a_cpu_is_plain_torchs(cpu: Device, kept: torch
     operations = choose_operations(cpu, torch.float32)
     if operations.for_token_prompts(torch.float32) is None:
         pytest.skip("no kernels here")
-    for sizes in ((150, 16), (24, 21)):
+    for sizes in ((150, 16), (24, 21), (150, 1)):
         assert compare_prompt_selective(operations, selective(*sizes), torch.float32, kept) == ""
 
 

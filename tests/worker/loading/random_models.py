@@ -258,6 +258,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {**HEADS, **LINEAR_HEADS, **FOUR}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**HEADS, **LINEAR_HEADS, **FEW_EXPERTS, **FOUR}),
     "qwen3_next": ("qwen3_next", {**HEADS, **LINEAR_HEADS, **FEW_EXPERTS, **FOUR}),
+    "recurrent_gemma": ("recurrent_gemma", {**FOUR, "num_key_value_heads": 1, "attention_window_size": 24}),
 }
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}

@@ -39,6 +39,7 @@ REFUSED = {
     "kimi_linear": "ranks = 2: its KimiLinearDeltaAttention keeps a recurrent state, which several ranks cannot divide",
     "minimax": "ranks = 2: its MiniMaxLightningAttention keeps a recurrent state, which several ranks cannot divide",
     "olmo_hybrid": "ranks = 2: its OlmoHybridGatedDeltaNet keeps a recurrent state, which several ranks cannot divide",
+    "recurrent_gemma": "ranks = 2: its RecurrentGemmaRecurrentBlock keeps a recurrent state, which several",
 }
 
 

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
+from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
+from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.mixers import MIXING, chunks, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
@@ -32,7 +35,7 @@ from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.trial import LADDER, OFFSET, SINGLES, unsteady_mixers
 from kvforge.worker.loading.verification import verify
 
-from .random_models import HYBRIDS, NEEDS_CACHE
+from .random_models import HYBRIDS, NEEDS_CACHE, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
@@ -43,7 +46,7 @@ SCHEDULES = {
     "at once": [[127, 1, 66, 64]],
     "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 1, 1], [60, 0, 0, 1]],
 }
-CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba"), 1)
+CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba", "recurrent_gemma"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = (
     "bamba",
@@ -56,6 +59,7 @@ DESCRIBED = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "recurrent_gemma",
 )
 # With kernels for generated tokens.
 STEPPING = (
@@ -73,6 +77,7 @@ STEPPING = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "recurrent_gemma",
 )
 # Of the largest logit, in float32. Described models add in other orders than transformers. Some positions magnify any
 # rounding: with Qwen3-Next's random weights logits change by up to 5e-4 if each weight changes by 6e-8, and both
@@ -111,6 +116,8 @@ def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPat
 
 def empty_cache(module: Any) -> Any:
     """Return transformers' cache of a model without a token."""
+    if hasattr(module, "_setup_cache"):  # its layers have their states
+        module._setup_cache(module.config, 1, torch.device("cpu"), module.dtype)
     own = getattr(sys.modules[type(module).__module__], "MiniMaxCache", None)
     return transformers.DynamicCache(config=module.config) if own is None else own()
 
@@ -201,6 +208,8 @@ def test_a_family_without_layers_that_attend_runs_through_transformers(
         ("bamba", "bamba.BambaForCausalLM", {"is_parallel": True}),
         ("minimax", "minimax.MiniMaxForCausalLM", {"normed_residual": lambda _layer: None}),
         ("minimax", "minimax.MiniMaxForCausalLM", {"factors": lambda _layer: NO_FACTORS}),
+        ("recurrent_gemma", "recurrent_gemma.RecurrentGemmaForCausalLM", {"embedding_factor": ""}),
+        ("recurrent_gemma", "recurrent_gemma.RecurrentGemmaForCausalLM", {"rotary": lambda _decoder, _layer: None}),
     ],
 )
 def test_a_wrong_declaration_is_refused(
@@ -377,7 +386,24 @@ def test_decays_of_lightning_attention_are_exact_in_16_bits(tiny: Callable[..., 
     assert torch.equal(step.space.rates, -mixer.slope_rate.float().flatten())
 
 
-@pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite"])
+def test_wrong_gates_of_a_recurrent_unit_are_refused(
+    tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own random weights open all gates alike."""
+    name = "recurrent_gemma.RecurrentGemmaRecurrentBlock"
+    describe = mixer_steps.STEPS[name]
+
+    def exchanged(mixer: Any) -> Any:
+        step: Any = describe(mixer)
+        return replace(step, gates=torch.cat(step.gates.chunk(2, dim=2)[::-1], dim=2))
+
+    folder = save(tmp_path / "model", *HYBRIDS["recurrent_gemma"])
+    assert load_model(folder, device=cpu, block_size=16).fused is not None
+    monkeypatch.setitem(mixer_steps.STEPS, name, exchanged)
+    assert load_model(folder, device=cpu, block_size=16).fused is None
+
+
+@pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite", "recurrent_gemma"])
 def test_greedy_tokens_are_those_of_generate(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
@@ -411,7 +437,7 @@ def test_states_in_16_bits(
 
 
 @pytest.mark.parametrize(("state_dtype", "allowed"), [("bfloat16", 0.05), ("float16", 0.01)])
-@pytest.mark.parametrize("name", ["mamba2", "minimax", "qwen3_5"])
+@pytest.mark.parametrize("name", ["mamba2", "minimax", "qwen3_5", "recurrent_gemma"])
 def test_states_kept_in_16_bits(
     name: str,
     state_dtype: str,

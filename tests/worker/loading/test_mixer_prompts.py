@@ -27,11 +27,12 @@ LAYERS = {
     "minimax": ["full_attention", "linear_attention"],
     "qwen3_5": ["linear_attention", "full_attention"],
     "qwen3_next": ["linear_attention", "full_attention"],
+    "recurrent_gemma": ["recurrent", "attention"],
 }
 Tiny, Logits = Callable[..., LoadedModel], Callable[..., list[torch.Tensor]]
 WAYS = [("plain", "lfm2"), ("plain", "qwen3_5"), ("plain", "qwen3_5_moe"), ("plain", "qwen3_next")]
 WAYS += [("plain", "granite"), ("plain", "bamba"), ("plain", "falcon_h1"), ("plain", "jamba")]
-WAYS += [("plain", "minimax"), ("Triton", "minimax")]
+WAYS += [(way, name) for name in ("minimax", "recurrent_gemma") for way in ("plain", "Triton")]
 WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next"), ("Triton", "granite")]
 
 
@@ -56,7 +57,8 @@ def chunked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
 
             if not is_interpreted():
                 pytest.skip("needs Triton's interpreter")
-            fields = fields | FEW | {"layer_types": LAYERS[name]}
+            kinds = "block_types" if name == "recurrent_gemma" else "layer_types"
+            fields = fields | FEW | {kinds: LAYERS[name]}
         model = tiny(model_type, block_size=16, **settings, **fields)
         assert model.fused is not None
         form = PlainPrompts if way == "plain" else interpreted
