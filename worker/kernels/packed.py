@@ -162,7 +162,12 @@ class PackedRows(torch.nn.Module):
         rows: The part's rows.
         bias: [n] in the order of these rows, or None.
         order: [n] int64: the part's rows are the original weight's rows of these numbers. None: in order.
+
+    Attributes:
+        is_wide: Whether `weight` is float32, for modules that multiply by it themselves.
     """
+
+    is_wide = False
 
     def __init__(
         self, packed: torch.Tensor, rows: slice, bias: torch.Tensor | None, order: torch.Tensor | None = None
@@ -178,7 +183,8 @@ class PackedRows(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight [n, k], a new tensor."""
-        return self._in_order(dense(self._packed)[self._rows]).clone()
+        found = self._in_order(dense(self._packed)[self._rows]).clone()
+        return found.float() if self.is_wide else found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute as Linear does, in the dtype of x."""

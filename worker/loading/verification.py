@@ -32,6 +32,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.reference import ReferenceAttention
 from kvforge.worker.attention.windows import WindowTables
+from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.wide import WideOperations
 
 from .families import counts_positions
@@ -189,6 +190,7 @@ def in_float32(module: Any) -> Iterator[None]:
             for name, tensor in narrow.items():
                 wide, is_parameter = tensor.detach().float(), isinstance(tensor, torch.nn.Parameter)
                 held[name] = torch.nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+        _read_packed(part, wide=True)
         if not isinstance(part, torch.nn.Linear):
             return None
         return tuple(each.float() if isinstance(each, torch.Tensor) and _is_narrow(each) else each for each in given)
@@ -196,6 +198,7 @@ def in_float32(module: Any) -> Iterator[None]:
     def put_back(part: Any, *_: Any) -> None:
         for held, narrow in kept[id(part)].pop():
             held.update(narrow)
+        _read_packed(part, wide=False)
 
     hooks = []
     try:
@@ -210,6 +213,15 @@ def in_float32(module: Any) -> Iterator[None]:
             for tables in left:
                 for held, narrow in tables:
                     held.update(narrow)
+        for part in module.modules():
+            _read_packed(part, wide=False)
+
+
+def _read_packed(part: Any, *, wide: bool) -> None:
+    """Choose how a layer with a recurrent state reads packed weights without calling them: in float32, or as stored."""
+    for each in part.modules() if MIXING in part.__dict__ else ():
+        if isinstance(each, PackedRows):
+            each.is_wide = wide
 
 
 def _is_narrow(tensor: torch.Tensor | None) -> bool:
