@@ -257,6 +257,7 @@ class SavedHostTier(Saved):
     to_wipe: list[int] = msgspec.field(default_factory=list)
     wiping: set[int] = msgspec.field(default_factory=set)
     stale: set[int] = msgspec.field(default_factory=set)
+    breaks: int = 0
 
 
 class SavedDiskTier(Saved):
@@ -285,6 +286,7 @@ class SavedDiskTier(Saved):
     to_wipe: list[int] = msgspec.field(default_factory=list)
     wiping: set[int] = msgspec.field(default_factory=set)
     stale: set[int] = msgspec.field(default_factory=set)
+    breaks: int = 0
 
 
 class SavedWipes(Saved):

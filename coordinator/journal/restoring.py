@@ -393,3 +393,6 @@ def _restore_last_uses(tier: HostTier, saved: c.SavedHostTier | c.SavedDiskTier)
     for owner, (nodes, stamps) in saved.own.items():
         tier._lru.by_owner[owner] = OrderedDict(zip(nodes, stamps, strict=True))
     tier._lru.stamp = max(tier._lru.stamp, saved.stamp)
+    for owner, cached in tier._lru.by_owner.items():
+        for node_id in cached:
+            tier._lru.set_leaf(node_id, owner, not tier.nodes[node_id].children)

@@ -123,3 +123,24 @@ def test_entries_come_in_the_order_of_their_last_use() -> None:
     lru.discard(2, 8)
     lru.discard(2, 7)
     assert list(lru) == [3, 1] and list(lru.by_owner) == [7] and not lru.has(2, 8) and len(lru) == 2
+
+
+def test_a_node_with_others_behind_it_is_not_the_oldest() -> None:
+    lru = HostLru()
+    lru.add(1, 7, leaf=False)
+    lru.add(2, 7)
+    assert lru.oldest() == 2 and list(lru) == [1, 2] and len(lru) == 2
+    lru.set_leaf(1, 7, True)
+    assert lru.oldest() == 1
+    lru.set_leaf(1, 7, False)
+    lru.set_leaf(3, 7, True)  # it is not here
+    lru.discard(2, 7)
+    assert lru.oldest() is None and len(lru) == 1
+
+
+def test_uses_do_not_let_the_heaps_grow() -> None:
+    lru = HostLru()
+    for _ in range(1000):
+        for node in range(8):
+            lru.add(node, 7)
+    assert len(lru.heaps[7]) <= 2 * 8 + 64 + 1 and [lru.oldest(), len(lru)] == [0, 8]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvforge.coordinator.core.cache.prefix_cache import PrefixCache
 from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
 from tests.coordinator.driver import continuation
@@ -49,6 +50,45 @@ def test_a_successor_computes_again_what_was_filled_last_alone() -> None:
 def test_a_small_file_keeps_the_beginnings() -> None:
     """A sequence that outgrows the file does not push out its own beginning, without which the rest is of no use."""
     assert recomputed(4, host=4) <= 69 - 4 * SIZE
+
+
+# behaviour: a block costs the same wherever it is in its sequence, and the end of a chain gives its blocks up first
+def test_what_was_seen_to_be_whole_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    alive = PrefixCache.alive
+
+    def counted(self: PrefixCache, key: int) -> bool:
+        nonlocal looked
+        looked += 1
+        return alive(self, key)
+
+    driver, _ = hosted(1, host=60, blocks=40)
+    driver.submit(FIRST, 46)
+    monkeypatch.setattr(PrefixCache, "alive", counted)
+    driver.run_until_idle()
+    assert driver.tier.saved_total == (len(FIRST) + 45) // SIZE and looked <= 6 * driver.tier.saved_total
+
+
+def test_a_full_file_loses_the_ends_of_chains() -> None:
+    driver, _ = hosted(4, host=6)
+    for prompt in (FIRST, SECOND):
+        driver.serve(prompt)
+    nodes = driver.tier.nodes.values()
+    assert driver.tier.evicted_total == 2 and driver.tier.breaks == 0
+    assert all(node.parent < 0 or driver.tier.nodes[node.parent].block >= 0 for node in nodes), "an entry has no prefix"
+    assert len(driver.found(SECOND)) == 4 and len(driver.found(FIRST)) == 2
+
+
+def test_a_chain_that_broke_is_made_whole() -> None:
+    """A damaged entry goes although others are behind it. What is known of their prefix is then looked up again."""
+    driver, _ = hosted(4)
+    driver.serve(FIRST)
+    first, *_ = driver.found(FIRST)
+    driver.tier.drop(first)
+    assert driver.tier.breaks == 1 and not driver.found(FIRST)
+    driver.serve([*FIRST[:16], 1, 2, 3, 4, 5])
+    driver.run_until_idle()
+    assert len(driver.found(FIRST)) == 4
 
 
 # behaviour: steps carry a bounded number of blocks, and only if no other copy is under way

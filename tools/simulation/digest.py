@@ -20,12 +20,13 @@ import numpy as np
 
 from tools.simulation.attributes import WATCHERS
 
-# Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us` and
-# `first_us` are derived from other state, and found again after a recovery. `watcher` belongs to the simulator.
+# Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
+# `first_us`, `leaves` and `heaps` are derived from other state, and found again after a recovery. `watcher` belongs to
+# the simulator.
 PUBLISH_LISTS = frozenset(
     {
         *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
-        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher"),
+        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps"),
     }
 )
 # A refusal is counted, makes its sender known, and takes time; nothing else may change.

@@ -203,9 +203,9 @@ def block_before_it_written_back_instead() -> list[Patch]:
     """An entry that is written back gets the content of the block before it."""
     missing = HostWriteback._missing
 
-    def shifted(self: HostWriteback, chain: list[int], key: int) -> list[tuple[int, int]]:
+    def shifted(self: HostWriteback, last: int, key: int) -> list[tuple[int, int]]:
         found = {}
-        for source, node_id in missing(self, chain, key):
+        for source, node_id in missing(self, last, key):
             before = self._copies.index.parent_of(source)
             found[before & 0xFFFFFFFF if before >= 0 else source] = node_id
         return list(found.items())

@@ -85,7 +85,9 @@ class DiskTier(HostTier):
         self.nodes[node_id].block, self.nodes[node_id].tag = block, tag
         self._charge(self.nodes[node_id], owner)
         self.filled(node_id)
-        self._lru.add_oldest(node_id, owner)  # later chains are announced first, and parents before children
+        self._lru.add_oldest(
+            node_id, owner, not self.nodes[node_id].children
+        )  # later chains are announced first, and parents before children
         self.recovered_total += 1
         return True
 

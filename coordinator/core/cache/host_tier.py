@@ -20,7 +20,6 @@ layout, dtype and device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -48,6 +47,7 @@ class HostNode(msgspec.Struct):
         written: A worker has acknowledged the copy into the block.
         readers: Copies out of the block that are pending or in flight.
         children: Nodes behind it.
+        whole: `HostTier.breaks` when all blocks before it were in the tier; -1: that was not seen.
         owner: The tenant that is charged for its block; 0 for none.
         damaged: A read did not find the content in the block, which is freed once nothing reads it.
         tag: The tenant that was charged when the entry was made, as `Wipes` names it; NO_TAG for none.
@@ -66,6 +66,7 @@ class HostNode(msgspec.Struct):
     owner: int = 0
     tag: int = NO_TAG
     wiped: bool = False
+    whole: int = -1
 
 
 class HostTier:
@@ -87,6 +88,7 @@ class HostTier:
         to_wipe: Blocks to overwrite with zeros, oldest first.
         wiping: Blocks for which that is ordered.
         stale: Free blocks that may have bytes of an earlier entry.
+        breaks: How often an entry went although others were behind it: damaged, lost or wiped ones do.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class HostTier:
         self.to_wipe: list[int] = []
         self.wiping: set[int] = set()
         self.stale: set[int] = set()
+        self.breaks = 0
         self.saved_total = self.loaded_total = self.evicted_total = self.unsaved_total = 0
         self.swapped_total = self.unswapped_total = 0
         self.missed_tags_total = self.missed_checksums_total = 0
@@ -166,14 +169,6 @@ class HostTier:
         node_id = self._by_value.get(value)
         return node_id if node_id is not None and self.nodes[node_id].tokens == tokens else None
 
-    def chain(self, node_id: int) -> list[int]:
-        """Return a node and those before it, down to the first block of the prefix."""
-        found = []
-        while node_id > 0:
-            found.append(node_id)
-            node_id = self.nodes[node_id].parent
-        return found
-
     # ------------------------------------------------------------------------------------------------------- entries
 
     def add(self, parent: int, value: int, tokens: bytes) -> int | None:
@@ -192,8 +187,22 @@ class HostTier:
         self.nodes[self._last_node] = HostNode(parent, value, tokens)
         self._by_value[value] = self._last_node
         if parent > 0:
-            self.nodes[parent].children += 1
+            self.put_behind(parent)
         return self._last_node
+
+    def put_behind(self, node_id: int) -> None:
+        """Count something behind a node, which then does not give its block up."""
+        node = self.nodes[node_id]
+        node.children += 1
+        if node.children == 1:
+            self._lru.set_leaf(node_id, node.owner, False)
+
+    def remove_behind(self, node_id: int) -> None:
+        """Count something less behind a node."""
+        node = self.nodes[node_id]
+        node.children -= 1
+        if not node.children:
+            self._lru.set_leaf(node_id, node.owner, True)
 
     def prune(self, node_id: int) -> None:
         """Remove a node that has neither a block nor children, and the ancestors that then have neither."""
@@ -204,28 +213,27 @@ class HostTier:
             del self.nodes[node_id], self._by_value[node.value]
             node_id = node.parent
             if node_id > 0:
-                self.nodes[node_id].children -= 1
+                self.remove_behind(node_id)
 
-    def give_block(self, node_id: int, chain: Sequence[int] = (), owner: int = 0) -> bool:
-        """Give a node without a block one to write: a free one, or that of the least recently used entry.
+    def give_block(self, node_id: int, owner: int = 0) -> bool:
+        """Give a node without a block one to write: a free one, or that of the least recently used leaf.
 
-        A tenant at its ceiling takes the block of an entry of its own. Entries of others stay within their floors.
+        A tenant at its ceiling takes the block of an entry of its own. Entries of others stay within their floors. The
+        entries before the node are no leaves, so that none of them is taken.
 
         Args:
             node_id: The node.
-            chain: Entries that it would be of no use without, and that must not give their blocks: the last ones first.
             owner: The tenant that is charged for the block; 0 for none.
 
         Returns:
-            False if no block may be taken: all are in use by copies, by the chain, or by tenants within their quotas.
+            False if no block may be taken: all are in use by copies, needed by others, or of tenants within their
+            quotas.
         """
         node = self.nodes[node_id]
         assert node.block == NO_HOST_BLOCK
         if not self._may_take_free(owner):
-            for each in chain:
-                self.use(each)
             oldest = self._lru.oldest(self._givers(owner))
-            if oldest is None or oldest in chain:
+            if oldest is None:
                 return False
             self.evicted_total += 1
             node.children += 1  # the oldest may be its only child, and must not take it along
@@ -280,14 +288,14 @@ class HostTier:
             if node.owner == tenant and node.block != NO_HOST_BLOCK:
                 if self._lru.has(node_id, tenant):
                     self._lru.discard(node_id, tenant)
-                    self._lru.add(node_id, 0)
+                    self._lru.add(node_id, 0, not node.children)
                 self._charge(node, 0)
 
     def use(self, node_id: int) -> None:
         """Make an entry the most recently used one, if no copy uses it."""
-        owner = self.nodes[node_id].owner
-        if self._lru.has(node_id, owner):
-            self._lru.add(node_id, owner)
+        node = self.nodes[node_id]
+        if self._lru.has(node_id, node.owner):
+            self._lru.add(node_id, node.owner, not node.children)
 
     def written(self, node_id: int) -> None:
         """Record that the copy into a node's block was acknowledged: it can be hit from now on."""
@@ -302,7 +310,7 @@ class HostTier:
         if node.wiped:  # while the copy was in flight
             self.drop(node_id)
         else:
-            self._lru.add(node_id, node.owner)
+            self._lru.add(node_id, node.owner, not node.children)
 
     def hold(self, node_id: int) -> None:
         """Add a reader, which keeps the entry."""
@@ -321,7 +329,7 @@ class HostTier:
         if node.damaged:
             self.drop(node_id)
         else:
-            self._lru.add(node_id, node.owner)
+            self._lru.add(node_id, node.owner, not node.children)
 
     def damage(self, node_id: int) -> None:
         """Record that a read, which still holds the entry, did not find its content: it is no hit any more."""
@@ -339,6 +347,7 @@ class HostTier:
         node = self.nodes[node_id]
         self._lru.discard(node_id, node.owner)
         self._charge(node, 0)
+        self.breaks += node.children > 0
         if node.wiped:  # a lost worker may write it too: it is overwritten by the next one, which has locked the file
             self.to_wipe.append(node.block)
         elif quarantine:
@@ -437,6 +446,8 @@ class HostTier:
             assert self._lru.has(node_id, node.owner) == (node.written and not node.readers), (
                 "entries that can be evicted"
             )
+        cached = [node_id for node_id, node in self.nodes.items() if node.written and not node.readers]
+        assert self._lru.leaves == {node_id for node_id in cached if not self.nodes[node_id].children}, "leaves"
         assert self.stale.issubset(self._free), "a stale block is in use"
         assert len(self._by_value) == len(self.nodes) <= self._nodes_max, "hashes of nodes"
         parents = [node.parent for node in self.nodes.values() if node.parent > 0]

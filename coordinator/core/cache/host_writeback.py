@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .host_copies import HostCopies
-from .host_tier import NO_HOST_BLOCK
+from .host_tier import NO_HOST_BLOCK, HostNode
 
 BACKLOG_MAX = 1 << 16  # a block beyond is copied with one behind it, or when it is evicted
 NO_KEY = -1
@@ -58,34 +58,46 @@ class HostWriteback:
         node_id = copies.node_of(key & 0xFFFFFFFF) if copies.index.alive(key) else None
         if node_id is None:
             return True
-        chain, node = tier.chain(node_id), tier.nodes[node_id]
-        node.children += 1  # an entry behind it that gives its block must not take it along
+        tier.put_behind(node_id)  # an entry behind it that gives its block must not take it along
         fits = True
-        for source, each in reversed(self._missing(chain, key)):
+        for source, each in reversed(self._missing(node_id, key)):
             fits = len(copies.writes) < self._blocks_max
-            if not fits or not tier.give_block(each, chain, copies.owner_of(source)):
+            if not fits or not tier.give_block(each, copies.owner_of(source)):
                 break
             copies.writes[source] = each
-        node.children -= 1
+        tier.remove_behind(node_id)
         tier.prune(node_id)
         return fits
 
-    def _missing(self, chain: list[int], key: int) -> list[tuple[int, int]]:
-        """Return the device blocks and nodes of a chain that are not on the host, the last one first.
+    def _missing(self, node_id: int, key: int) -> list[tuple[int, int]]:
+        """Return the device blocks and nodes of an entry's chain that are not on the host, the last one first.
+
+        What was seen to be whole is not looked at again, so that the blocks of a sequence are not walked for each block
+        that it fills.
 
         Args:
-            chain: The nodes from an entry to the first block of its prefix.
+            node_id: The node of the entry.
             key: The key of the entry.
 
         Returns:
             Pairs; none if a block is neither here nor there, without which the others are of no use.
         """
-        index, nodes, missing = self._copies.index, self._copies.tier.nodes, []
-        for node_id in chain:
-            here = key >= 0 and index.alive(key) and nodes[node_id].entry == key
-            if nodes[node_id].block == NO_HOST_BLOCK:
-                if not here:
-                    return []
+        index, tier = self._copies.index, self._copies.tier
+        missing: list[tuple[int, int]] = []
+        seen: list[HostNode] = []
+        while node_id > 0:
+            node = tier.nodes[node_id]
+            here = key >= 0 and index.alive(key) and node.entry == key
+            if node.block != NO_HOST_BLOCK:
+                if node.whole == tier.breaks:
+                    break
+                seen.append(node)
+            elif here:
                 missing.append((key & 0xFFFFFFFF, node_id))
-            key = index.parent_of(key & 0xFFFFFFFF) if here else NO_KEY
+                seen.clear()  # it is whole once the copy has a place
+            else:
+                return []
+            node_id, key = node.parent, index.parent_of(key & 0xFFFFFFFF) if here else NO_KEY
+        for node in seen:
+            node.whole = tier.breaks
         return missing
