@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from tools.chaos.interruptions import COORDINATOR, KILL, STOP, TERM, draw
+from tools.chaos.interruptions import COORDINATOR, DISK, KILL, STOP, TERM, draw
 
 WORKERS, CLIENTS = ("w0", "w1"), ("p0", "p1", "p2")
 KINDS = 18  # common kinds; each occurs once before any occurs twice
@@ -20,6 +20,15 @@ def test_each_kind_of_process_soon_dies_and_is_stopped() -> None:
         }
         # The coordinator restarts while a worker is dead.
         assert any(interruption.down_s and COORDINATOR in interruption.members for interruption in first)
+
+
+def test_processes_of_disk_tiers_are_killed_where_there_are_any() -> None:
+    for seed in range(20):
+        drawn = islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0, disks=True), KINDS + 1)
+        killed = {member for _, each in drawn if each.kind == KILL for member in each.members}
+        assert killed & {f"{worker}{DISK}" for worker in WORKERS}
+        plain = islice(draw(seed, WORKERS, CLIENTS, 2.0, 10.0), 200)
+        assert not any(member.endswith(DISK) for _, each in plain for member in each.members)
 
 
 def test_the_same_seed_draws_the_same() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvforge.client.results import Token
-from kvforge.protocol.messages import PoolStats, RequestStats, Stats
+from kvforge.protocol.messages import DiskStats, PoolStats, RequestStats, Stats
 from tools.chaos import leftovers, sizes
 from tools.chaos.cases import Answer
 from tools.chaos.notes import ClientNotes, Notes
@@ -30,10 +31,18 @@ HELD = "import sys; print(flush=True); sys.stdin.read()"
 # ------------------------------------------------------------------------------------------------------------ blocks
 
 
-def stats(*, free: int = 6, cached: int = 2, referenced: int = 0, quarantined: int = 0, running: int = 0) -> Stats:
+def stats(
+    *,
+    free: int = 6,
+    cached: int = 2,
+    referenced: int = 0,
+    quarantined: int = 0,
+    running: int = 0,
+    disk: DiskStats | None = None,
+) -> Stats:
     """Return the statistics of a pool of 8 blocks."""
     zeros = dict.fromkeys(PoolStats.__struct_fields__, 0)
-    texts = {"worker": "w0", "state": "ready", "kv_dtype": "float32"}
+    texts = {"worker": "w0", "state": "ready", "kv_dtype": "float32", "disk": disk}
     counts = {"blocks": 8, "free": free, "cached": cached, "referenced": referenced, "quarantined": quarantined}
     requests = RequestStats(**{**dict.fromkeys(RequestStats.__struct_fields__, 0), "running": running})
     pools = (PoolStats(**{**zeros, **texts, **counts}),)
@@ -42,6 +51,15 @@ def stats(*, free: int = 6, cached: int = 2, referenced: int = 0, quarantined: i
 
 def test_pools_that_are_empty_are_in_order() -> None:
     assert list(leftovers.not_given_back(stats())) == []
+
+
+def test_copies_that_no_disk_ends_are_found() -> None:
+    zeros = dict.fromkeys(DiskStats.__struct_fields__, 0)
+    whole = DiskStats(**zeros | {"blocks": 4, "free": 1, "cached": 2, "quarantined": 1, "off": False})
+    assert list(leftovers.not_given_back(stats(disk=whole))) == []
+    in_flight = msgspec.structs.replace(whole, free=0)
+    assert "blocks of the disk tier leaked" in next(leftovers.not_given_back(stats(disk=in_flight)))
+    assert list(leftovers.not_given_back(stats(disk=msgspec.structs.replace(in_flight, off=True)))) == []
 
 
 @pytest.mark.parametrize(

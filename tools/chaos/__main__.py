@@ -21,7 +21,7 @@ from .driver import Driver
 from .interruptions import PAUSE_S, PAUSE_S_MIN
 from .planted import FAULTS
 
-HOST_BYTES = 2 << 20
+HOST_BYTES, DISK_BYTES = 2 << 20, 64 << 20
 TITLE = "chaos: requests lost, duplicated, changed or left behind while processes were killed and stopped"
 
 
@@ -67,15 +67,25 @@ def main() -> int:
         const=HOST_BYTES,
         help=f"host_bytes of each worker, with write-back; answers must be those without a host tier [{HOST_BYTES}]",
     )
+    parser.add_argument(
+        "--disk",
+        type=int,
+        nargs="?",
+        default=0,
+        const=DISK_BYTES,
+        help=f"disk_bytes of each worker, with --host; the processes that copy are killed too [{DISK_BYTES}]",
+    )
     options = parser.parse_args()
     if options.pause <= PAUSE_S_MIN:
         parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
     if options.host and options.ranks > 1:
         parser.error(f"--host: a worker of {options.ranks} ranks has no host tier, leave out --ranks")
+    if options.disk and not options.host:
+        parser.error("--disk: blocks go to the disk through the host tier, add --host")
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
     others = {"ranks": options.ranks, "pause_s": options.pause, "family": options.family, "drafts": options.drafts}
-    others["host_bytes"] = options.host
+    others |= {"host_bytes": options.host, "disk_bytes": options.disk}
     report = Driver(options.minutes, options.seed, log, options.plant, *computing, **others).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:

@@ -89,6 +89,7 @@ class Driver:
         family: str = "llama",
         drafts: int = 0,
         host_bytes: int = 0,
+        disk_bytes: int = 0,
     ) -> None:
         """Create a run.
 
@@ -104,11 +105,13 @@ class Driver:
             family: of the tiny model, a name in `tools.cluster.running.FAMILIES`.
             drafts: `schedule.drafts_max` of the disturbed run; the expected answers are computed without drafts.
             host_bytes: of each worker's host file, 0 for none; the expected answers are computed without one.
+            disk_bytes: of each worker's disk tier below it, 0 for none.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype, "family": family}
         self._planted = fault
         self._ranks, self._pause_s, self._drafts, self._host_bytes = ranks, pause_s, drafts, host_bytes
+        self._disk_bytes = disk_bytes
         self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
@@ -126,7 +129,7 @@ class Driver:
             with Cluster(coordinator=CONFIG, **sizes) as undisturbed:
                 self._known = self._answered(undisturbed)
         if self._host_bytes:
-            sizes |= {"blocks": BLOCKS_WITH_HOST, "host_bytes": self._host_bytes}
+            sizes |= {"blocks": BLOCKS_WITH_HOST, "host_bytes": self._host_bytes, "disk_bytes": self._disk_bytes}
         with self._cluster_of(coordinator=config, **sizes) as cluster:
             tokenizer.write(cluster.model)
             if others:
@@ -207,7 +210,9 @@ class Driver:
 
     async def _interrupt_members(self) -> None:
         until = time.monotonic() + self._minutes * 60
-        drawn = interruptions.draw(self._seed, self._workers, CLIENTS, SILENCE_S, PEER_SILENCE_S, self._pause_s)
+        drawn = interruptions.draw(
+            self._seed, self._workers, CLIENTS, SILENCE_S, PEER_SILENCE_S, self._pause_s, self._disk_bytes > 0
+        )
         for pause_s, interruption in drawn:
             if time.monotonic() + pause_s > until:
                 break
@@ -386,10 +391,21 @@ class Driver:
                     pool.host_swapped_total + pool.host_unswapped_total for pool in self._stats.pools
                 ),
             },
+            "disk": {
+                "bytes": self._disk_bytes,
+                "processes_killed": self._processes.disks_killed,
+                **self._disk_counts(),
+            },
             "away_too_long": len(self._processes.absences),
             "errors_of_those": dict(self.excused),
             "sizes": self._sizes,
         }
+
+    def _disk_counts(self) -> dict[str, int]:
+        """Return what the last workers have counted of their disk tiers."""
+        disks = [worker.disk for worker in self._last_workers if worker.disk is not None]
+        names = ("recovered", "saved", "loaded", "missed_tags", "missed_checksums", "failed", "late")
+        return {f"{name}_by_last_workers": sum(getattr(disk, f"{name}_total") for disk in disks) for name in names}
 
     async def _until(self, what: str, ready: Callable[[], Awaitable[bool]], wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s

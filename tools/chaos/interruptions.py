@@ -12,6 +12,7 @@ PAUSE_S = 2.5  # mean pause between two faults
 PAUSE_S_MIN = 0.5
 AGAIN_S_MAX = 1.2  # delay of a second kill after a restart: covers imports, recovery, and reconnecting peers
 SHORT_STOP_S = (0.05, 1.0)
+DISK = ":disk"  # behind a worker's name: the process that copies for its disk tier
 DOWN_S = (1.0, 4.0)  # how long a worker may stay dead while the coordinator dies and recovers
 
 
@@ -47,6 +48,7 @@ def draw(
     gone_s: float,
     silent_s: float,
     mean_pause_s: float = PAUSE_S,
+    disks: bool = False,
 ) -> Iterator[tuple[float, Interruption]]:
     """Yield (pause in seconds, fault) without end; each common kind occurs once before any occurs twice.
 
@@ -57,6 +59,7 @@ def draw(
         gone_s: idle timeout after which the coordinator drops a stopped worker or client.
         silent_s: idle timeout after which its peers drop the coordinator; by then it has given up a dead worker.
         mean_pause_s: mean pause between two faults, above PAUSE_S_MIN.
+        disks: workers have disk tiers, whose processes are killed too.
     """
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, GATEWAY, *workers, *clients)
@@ -64,7 +67,7 @@ def draw(
     def kill(*members: str, again: float = 0.2) -> Interruption:
         return Interruption(KILL, members, again_s=rng.uniform(0, AGAIN_S_MAX) if rng.random() < again else None)
 
-    kinds = (
+    kinds: list[tuple[float, Callable[[], Interruption]]] = [
         (5, lambda: kill(COORDINATOR, again=0.3)),
         (4, lambda: kill(rng.choice(workers))),
         (2, lambda: kill(rng.choice(clients))),
@@ -87,7 +90,9 @@ def draw(
         # Longer than the peers' idle timeout and step_timeout_s: the coordinator must not count this time against its
         # peers.
         (0.5, lambda: Interruption(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
-    )
+    ]
+    if disks:
+        kinds.append((3, lambda: kill(rng.choice(workers) + DISK, again=0.0)))
     first: list[Callable[[], Interruption]] = [kind for weight, kind in kinds if weight >= 1]
     rng.shuffle(first)
     weights = [weight for weight, _ in kinds]

@@ -29,6 +29,9 @@ def not_given_back(stats: Stats) -> Iterator[str]:
             yield f"blocks leaked: {pool}"
         if pool.host_free + pool.host_cached != pool.host_blocks:
             yield f"blocks of the host tier leaked: {pool}"
+        disk = pool.disk
+        if disk is not None and not disk.off and disk.free + disk.cached + disk.quarantined != disk.blocks:
+            yield f"blocks of the disk tier leaked: {pool}"
 
 
 def orphans(folder: Path, wait_s: float = GONE_S) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.cluster.cluster import Cluster
 
-from .interruptions import COORDINATOR, GATEWAY, KILL, STOP, Interruption
+from .interruptions import COORDINATOR, DISK, GATEWAY, KILL, STOP, Interruption
 from .notes import ClientNotes
 from .sizes import Sample, Span, sample
 
@@ -91,6 +91,7 @@ class Processes:
         self.drains: list[Suspension] = []  # of gateways that were asked to end
         self.killed_clients: set[str] = set()  # process names
         self.faults: list[str] = []
+        self.disks_killed = 0
         self._again: dict[str, float] = {}
         self._down_until: dict[str, float] = {}
         self._kill_at: list[tuple[float, str]] = []
@@ -191,6 +192,9 @@ class Processes:
         if any(member in self.workers for member in interruption.members):
             self._struck = now
         for member in interruption.members:
+            if member.endswith(DISK):
+                self._kill_disk(member.removesuffix(DISK))
+                continue
             if interruption.kind == STOP:
                 if member not in self.stopped and self._poll(member) is None:
                     self._signal(member, signal.SIGSTOP)
@@ -213,6 +217,15 @@ class Processes:
             self.killed_clients.add(self.process_name(member))
         self._signal(member, number)
         return True
+
+    def _kill_disk(self, worker: str) -> None:
+        """Kill the process that copies for a worker's disk tier: the worker goes on without the tier."""
+        if self._poll(worker) is not None:
+            return
+        for pid in copying_processes(self.lives[worker][-1].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.disks_killed += 1
 
     def tend(self) -> None:
         """Resume stopped processes in time, make the scheduled kills, and restart ended processes."""
@@ -339,6 +352,18 @@ class Processes:
             process.wait()
             _close(process)
         self._listener.close()
+
+
+def copying_processes(worker: int) -> list[int]:
+    """Return the processes that copy for the disk tier of a worker process: its children of that name."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(") ")[2].split()[1])
+                if parent == worker and b"kvforge.worker.disk.copying" in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -41,6 +41,7 @@ class Cluster:
         ranks: int = 1,
         family: str = "llama",
         host_bytes: int = 0,
+        disk_bytes: int = 0,
     ) -> None:
         """Make the folder.
 
@@ -54,6 +55,7 @@ class Cluster:
             ranks: This many processes form one worker and each compute a part; "w0" is its rank 0.
             family: Of the tiny model, a name in `running.FAMILIES`.
             host_bytes: Of each worker's host file, which is in the folder; 0: none.
+            disk_bytes: Of each worker's disk tier, which is in the folder too; 0: none.
         """
         # Short: a socket's path has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
@@ -63,6 +65,8 @@ class Cluster:
         self._coordinator_extra, self._worker_extra = coordinator, worker
         if host_bytes:
             self._worker_extra += f'host_bytes = {host_bytes}\nhost_dir = "{self.folder}"\n'
+        if disk_bytes:
+            self._worker_extra += f'disk_bytes = {disk_bytes}\ndisk_dir = "{self.folder}"\n'
         self._device, self._dtype, self._ranks = device, dtype, ranks
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
