@@ -55,8 +55,8 @@ def publish_metrics(machine: Machine, metrics: ServiceMetricsWriter, now_us: int
     for row in meters.changed:
         metrics.tenants[row] = meters.rows[row]
     meters.changed.clear()
-    blocks = tenant_blocks(machine.cache)
-    metrics.tenant_blocks[: blocks.size] = blocks
+    for tier, blocks in enumerate(tenant_blocks(machine.cache)):
+        metrics.tenant_blocks[: blocks.size, tier] = blocks
     for number, group in machine.cache.groups.items():
         metrics.pool(number, pool_row(machine.cache, group), group.step_times)
     if (facts := machine.news()) is not None:

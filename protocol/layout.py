@@ -18,7 +18,7 @@ One file, little-endian, every array aligned to a cache line:
     state_table       [slots, states_per_sequence] int32   global ids of the blocks that hold a sequence's state
     numbers           version, time of writing (ns, monotonic), one int64 for each name in GAUGES
     tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
-    tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each tenant is charged for
+    tenant_blocks     [TENANT_ROWS + 1, TENANT_TIERS] int64   blocks that each tenant is charged for, by tier
     pool_counts       [pools, POOL_CELLS] int64
     facts             one record of MessagePack (meters.ServiceInfo) behind its length, int64
     mail_head         [pools, 4 STEP_RING_SLOTS] int64       see protocol/handover.py
@@ -38,10 +38,10 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidConfiguration
-from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS
+from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS, TENANT_TIERS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 9
+LAYOUT_VERSION = 10
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
@@ -112,7 +112,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("state_table", "<i4", ("slots", "states_per_sequence")),
     ("numbers", "<i8", (2 + len(GAUGES),)),
     ("tenants", "<i8", (TENANT_ROWS + 1, TENANT_CELLS)),
-    ("tenant_blocks", "<i8", (TENANT_ROWS + 1,)),
+    ("tenant_blocks", "<i8", (TENANT_ROWS + 1, len(TENANT_TIERS))),
     ("pool_counts", "<i8", ("pools", POOL_CELLS)),
     ("facts", "|u1", ("facts_bytes",)),
     ("mail_head", "<i8", ("pools", 4 * STEP_RING_SLOTS)),

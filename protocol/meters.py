@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 TENANT_ROWS = 64
+TENANT_TIERS = ("device", "host", "disk")  # columns of the blocks that a tenant is charged for
 OTHERS = 0  # the row of tenants without a row of their own
 NAME_LENGTH_MAX = 128
 FACTS_BYTES, FACTS_POOL_BYTES = 1 << 16, 1 << 12
@@ -67,6 +68,10 @@ POOL_COUNTS = (
     "host_missed_tags",
     "host_missed_checksums",
     "host_hit_tokens",
+    "host_swapped",
+    "host_unswapped",
+    "host_swapped_blocks",
+    "host_swap_saved_us",
     "disk_blocks",
     "disk_free",
     "disk_cached",

@@ -36,7 +36,7 @@ class ServiceMetrics(NamedTuple):
     Attributes:
         gauges: The gauges by name.
         tenants: [TENANT_ROWS + 1, TENANT_CELLS] int64.
-        tenant_blocks: [TENANT_ROWS + 1] int64, the blocks that each tenant is charged for.
+        tenant_blocks: [TENANT_ROWS + 1, TENANT_TIERS] int64, the blocks that each tenant is charged for, by tier.
         pools: [pools, POOL_CELLS] int64.
         facts: The names and states that are not numbers.
         age_s: Seconds since the coordinator wrote them. The coordinator writes them at least once a second.

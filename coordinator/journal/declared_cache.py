@@ -252,6 +252,8 @@ class SavedHostTier(Saved):
     usage: dict[int, int] = msgspec.field(default_factory=dict)
     swapped_total: int = 0
     unswapped_total: int = 0
+    swapped_blocks_total: int = 0
+    swap_saved_us_total: int = 0
     missed_tags_total: int = 0
     missed_checksums_total: int = 0
     to_wipe: list[int] = msgspec.field(default_factory=list)

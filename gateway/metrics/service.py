@@ -26,6 +26,7 @@ from kvforge.protocol.meters import (
     RECOMPUTED,
     RUNNING,
     STEP_TIME,
+    TENANT_TIERS,
     WAITING,
     WHOLE,
     Distribution,
@@ -107,6 +108,16 @@ def _moved_bytes(column: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     ]
 
 
+def _seconds(column: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    at = POOL_COUNTS.index(column)
+    return lambda snapshot: [((worker.name,), int(cells[at]) / MICRO) for worker, cells in snapshot.workers()]
+
+
+def _swaps(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    ways = {"read": POOL_COUNTS.index("host_swapped"), "computed": POOL_COUNTS.index("host_unswapped")}
+    return [((worker.name, way), int(cells[at])) for worker, cells in snapshot.workers() for way, at in ways.items()]
+
+
 def _misses(tier: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     at = {reason: POOL_COUNTS.index(f"{tier}_missed_{reason}s") for reason in MISSES}
     return lambda snapshot: [
@@ -130,8 +141,9 @@ def _generated(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     return [((name,), tokens(cells)) for name, cells, _ in snapshot.tenants]
 
 
-def _tenant_blocks(snapshot: MetricsSnapshot) -> Iterable[Sample]:
-    return [((name,), blocks) for name, _, blocks in snapshot.tenants]
+def _tenant_blocks(tier: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
+    at = TENANT_TIERS.index(tier)
+    return lambda snapshot: [((name,), int(blocks[at])) for name, _, blocks in snapshot.tenants]
 
 
 def _block_bytes(snapshot: MetricsSnapshot) -> Iterable[Sample]:
@@ -184,7 +196,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], tu
         _tier_blocks("disk"),
         ("worker", "state"),
     ),
-    ("tenant_blocks", "Blocks that a tenant is charged for, cached ones included.", _tenant_blocks, _T),
+    ("tenant_blocks", "Blocks that a tenant is charged for, cached ones included.", _tenant_blocks("device"), _T),
+    ("tenant_host_blocks", "Blocks of host files that a tenant is charged for.", _tenant_blocks("host"), _T),
+    ("tenant_disk_blocks", "Blocks of disk tiers that a tenant is charged for.", _tenant_blocks("disk"), _T),
     ("block_bytes", "Bytes of one block.", _block_bytes, _W),
     ("worker_steps_in_flight", "Steps sent to the worker and not yet answered.", _by_worker("steps_in_flight"), _W),
     ("worker_requests_running", "Requests that run on the worker.", _by_worker("running"), _W),
@@ -260,6 +274,19 @@ _COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], 
         "Tokens of prefixes that came from the worker's host file; kvforge_prefix_hit_tokens_total includes those of "
         "first look-ups.",
         _by_worker("host_hit_tokens"),
+        _W,
+    ),
+    (
+        "host_swaps",
+        "Preempted requests of which the worker's host file had blocks, by how they came back: read, computed.",
+        _swaps,
+        ("worker", "way"),
+    ),
+    ("host_swapped_bytes", "Bytes that these requests read.", _moved_bytes("host_swapped_blocks"), _W),
+    (
+        "host_swap_saved_seconds",
+        "Seconds that computing what they read would have taken, less the copies, by the worker's measured costs.",
+        _seconds("host_swap_saved_us"),
         _W,
     ),
     (

@@ -32,7 +32,7 @@ class MetricsSnapshot:
     """One snapshot of the metrics, as a caller may see it.
 
     Attributes:
-        tenants: (name, cells, blocks) of each tenant; a single entry with an empty name if `names` is False.
+        tenants: (name, cells, blocks by tier) of each tenant; a single entry with an empty name if `names` is False.
     """
 
     def __init__(self, metrics: ServiceMetrics, *, names: bool) -> None:
@@ -42,12 +42,12 @@ class MetricsSnapshot:
         if names:
             for row, name in enumerate(metrics.facts.tenants, 1):
                 rows.setdefault(name, []).append(row)
-            if metrics.tenants[OTHERS].any() or metrics.tenant_blocks[OTHERS]:
+            if metrics.tenants[OTHERS].any() or metrics.tenant_blocks[OTHERS].any():
                 rows.setdefault(OTHER, []).append(OTHERS)
         else:
             rows[""] = list(range(len(metrics.tenants)))
         self.tenants = [
-            (name, metrics.tenants[own].sum(axis=0), int(metrics.tenant_blocks[own].sum()))
+            (name, metrics.tenants[own].sum(axis=0), metrics.tenant_blocks[own].sum(axis=0))
             for name, own in rows.items()
         ]
 

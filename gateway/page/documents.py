@@ -22,7 +22,7 @@ POOL = (
     "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
     "bytes_per_block", "kv_dtype", "live_tokens", "sequences", "state_blocks", "checkpoint_blocks", "window_blocks",
     "host_blocks", "host_cached", "host_saved_total", "host_loaded_total", "host_missed_tags_total",
-    "host_missed_checksums_total",
+    "host_missed_checksums_total", "host_swapped_total", "host_swapped_blocks_total", "host_swap_saved_us_total",
 )  # fmt: skip
 Document = dict[str, Any]
 
@@ -53,7 +53,10 @@ def _number(item: tuple[int, TenantStats]) -> int:
 
 def _tenant(number: int, row: TenantStats) -> Document:
     queried, hit = row.prefix_queried_tokens_total, row.prefix_hit_tokens_total
-    names = ("tenant", "blocks", "bytes", "floor", "ceiling", "weight", "pending")
+    names = (
+        *("tenant", "blocks", "bytes", "floor", "ceiling", "weight", "pending"),
+        *("host_blocks", "host_floor", "host_ceiling", "disk_blocks", "disk_floor", "disk_ceiling"),
+    )
     hits = round(hit / queried, 3) if queried else None
     return {"number": number, **{name: getattr(row, name) for name in names}, "hits": hits}
 

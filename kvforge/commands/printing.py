@@ -75,6 +75,9 @@ def print_host_tier(worker: WorkerHealth) -> None:
     """Print the use of a worker's host file, if it has one."""
     if worker.host_blocks:
         moved = f"{worker.host_saved_total} saved, {worker.host_loaded_total} loaded, {worker.host_missed_total} missed"
+        if worker.host_swapped_total:
+            saved_s = worker.host_swap_saved_us_total / 1e6
+            moved += f"; {worker.host_swapped_total} requests swapped in, {saved_s:.1f} s saved"
         print(f"    host tier: {worker.host_cached} of {worker.host_blocks} blocks cached; {moved}")
 
 

@@ -10,7 +10,7 @@ from kvforge.protocol.messages import DiskStats, RequestStats, Stats
 from . import parsing, printing
 
 HOST_STATES = ("blocks", "free", "cached", "quarantined")
-HOST_HEAD = ("host tier", *HOST_STATES, "saved", "loaded", "evicted", "unsaved", "missed", "swapped")
+HOST_HEAD = ("host tier", *HOST_STATES, "saved", "loaded", "evicted", "unsaved", "missed", "swapped", "s saved")
 DISK_HEAD = (
     "disk tier",
     *HOST_STATES,
@@ -81,6 +81,7 @@ def show(stats: Stats) -> None:
             pool.host_unsaved_total,
             pool.host_missed_tags_total + pool.host_missed_checksums_total,
             f"{pool.host_swapped_total} of {pool.host_swapped_total + pool.host_unswapped_total}",
+            f"{pool.host_swap_saved_us_total / 1e6:.1f}",
         )
         for pool in stats.pools
         if pool.host_blocks
@@ -117,14 +118,22 @@ def show(stats: Stats) -> None:
         print()
         tenants = [
             (
-                *(tenant.tenant, tenant.weight, tenant.pending, tenant.blocks),
-                *(tenant.host_blocks, tenant.disk_blocks, hit_rate([tenant])),
+                *(tenant.tenant, tenant.weight, tenant.pending),
+                bounded(tenant.blocks, tenant.floor, tenant.ceiling),
+                bounded(tenant.host_blocks, tenant.host_floor, tenant.host_ceiling),
+                bounded(tenant.disk_blocks, tenant.disk_floor, tenant.disk_ceiling),
+                hit_rate([tenant]),
             )
             for tenant in stats.tenants
         ]
         columns = ("tenant", "weight", "pending", "blocks", "host blocks", "disk blocks", "prefix hits")
         printing.print_table(columns, tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
+
+
+def bounded(blocks: int, floor: int, ceiling: int) -> str:
+    """Return a number of blocks with the floor and the ceiling of its quota, if there are any."""
+    return f"{blocks} ({floor} to {ceiling or 'any'})" if floor or ceiling else str(blocks)
 
 
 def preempted(requests: RequestStats) -> str:

@@ -323,6 +323,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         host_swapped_total: Preempted requests that came back with blocks from the file.
         host_unswapped_total: Those that computed the tokens in such blocks again, because that takes less time or the
             copies or the computation were not measured yet.
+        host_swapped_blocks_total: Blocks that the former read.
+        host_swap_saved_us_total: What computing these blocks would have taken by the measured costs, less their copies.
         host_missed_tags_total: Reads that found another entry's tag, or none.
         host_missed_checksums_total: Reads of blocks with other bytes than were saved.
         disk: The worker's disk tier; None: it has none.
@@ -358,6 +360,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     host_unsaved_total: int = 0
     host_swapped_total: int = 0
     host_unswapped_total: int = 0
+    host_swapped_blocks_total: int = 0
+    host_swap_saved_us_total: int = 0
     host_missed_tags_total: int = 0
     host_missed_checksums_total: int = 0
     disk: DiskStats | None = None
@@ -446,6 +450,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
         host_saved_total: Blocks copied to the file.
         host_loaded_total: Blocks copied from the file.
         host_missed_total: Blocks in the file that did not hold what was expected.
+        host_swapped_total: Preempted requests that came back with blocks from the file.
+        host_swap_saved_us_total: What computing these blocks would have taken by the measured costs, less their copies.
         disk: Its disk tier; None: it has none.
     """
 
@@ -468,6 +474,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     host_saved_total: int = 0
     host_loaded_total: int = 0
     host_missed_total: int = 0
+    host_swapped_total: int = 0
+    host_swap_saved_us_total: int = 0
     disk: DiskStats | None = None
 
     @property

@@ -9,6 +9,7 @@ import pytest
 from kvforge.coordinator.core.cache.disk_tier import DiskTier
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.limits import Limits, Quota
+from kvforge.coordinator.core.reporting.statistics import tenant_blocks
 from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.protocol.errors import InvalidConfiguration
@@ -59,6 +60,9 @@ def test_a_tenant_is_charged_for_its_blocks_of_the_disk(tmp_path: Path) -> None:
         assert all(row.disk_blocks <= 4 for row in driver.stats().tenants if row.tenant == "a")
     rows = {row.tenant: (row.disk_blocks, row.disk_floor, row.disk_ceiling) for row in driver.stats().tenants}
     assert rows["a"] == (4, 0, 4) and rows["b"][0] >= 4 and rows["b"][1:] == (0, 0)
+    device, host, disk = tenant_blocks(driver.machine.cache)
+    index = driver.machine.cache.tenants.peek("a")
+    assert (host[index], disk[index]) == (driver.tier.usage[index], 4) and device[index] >= 0
     assert any(f"4 of {BLOCKS} blocks of its disk" in each for each in driver.explain(tenant="a").sentences)
     snapshot.write(tmp_path / "state", driver.machine, snapshot.Head(version=STATE_VERSION, now_us=0, numbers=0))
     machine = snapshot.Snapshot(tmp_path / "state").machine()

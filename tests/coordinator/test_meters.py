@@ -235,7 +235,8 @@ def check(driver: Driver, numbers: ServiceMetrics) -> None:
     rows = cache.tenants.meters.rows
     assert np.array_equal(numbers.tenants[: len(rows)], rows)
     usage = sum(group.pool.usage for group in cache.groups.values())
-    assert np.array_equal(numbers.tenant_blocks[: len(rows)], usage)
+    assert np.array_equal(numbers.tenant_blocks[: len(rows), 0], usage)
+    assert not numbers.tenant_blocks[:, 1:].any(), "no worker has a host file"
     assert numbers.facts.tenants == tuple(cache.tenants.names[1:])
     for number, group in cache.groups.items():
         told = dict(zip(POOL_COUNTS, numbers.pools[number].tolist(), strict=False))

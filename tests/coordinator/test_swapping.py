@@ -11,10 +11,12 @@ import pytest
 from kvforge.coordinator.core.cache.blocks import NO_BLOCKS
 from kvforge.coordinator.core.cache.placement import Placement
 from kvforge.coordinator.core.cache.returns import Return
+from kvforge.coordinator.core.reporting.statistics import pool_row
 from kvforge.coordinator.core.scheduling.swapping import PROBE_BLOCKS, costs_of_return, decide
 from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
-from kvforge.protocol.messages import Step, StepResult
+from kvforge.protocol.messages import GetHealth, Step, StepResult
+from kvforge.protocol.meters import POOL_COUNTS
 from tests.coordinator.driver import continuation
 from tests.coordinator.test_host_tier import FIRST, SECOND, HostDriver, HostFile, HostWorker
 from tools.simulation.digest import state_digest
@@ -75,6 +77,22 @@ def test_a_cheaper_copy_brings_a_preempted_request_back() -> None:
     assert driver.machine.requests.recomputed_tokens_total - before < 4 * how.found
     (pool,) = driver.stats().pools
     assert pool.host_swapped_total >= 1
+
+
+# behaviour: what a swap reads and saves is counted, by the costs that chose it
+def test_swaps_are_counted_with_what_they_save() -> None:
+    driver, _ = crowded(copy_us=10)
+    ways = preempted(driver) + preempted(driver)
+    (pool,) = driver.stats().pools
+    assert pool.host_swapped_blocks_total == sum(how.read for how in ways)
+    measured = [how.compute_us - how.copy_us for how in ways if how.copy_us >= 0]
+    assert pool.host_swap_saved_us_total == sum(measured) > 0 and len(measured) < len(ways)
+    (group,) = driver.machine.cache.groups.values()
+    row = dict(zip(POOL_COUNTS, pool_row(driver.machine.cache, group), strict=True))
+    assert (row["host_swapped"], row["host_swapped_blocks"]) == (len(ways), pool.host_swapped_blocks_total)
+    assert row["host_swap_saved_us"] == pool.host_swap_saved_us_total and row["host_unswapped"] == 0
+    (health,) = driver.ask(GetHealth(rid=driver.rid())).workers
+    assert (health.host_swapped_total, health.host_swap_saved_us_total) == (len(ways), sum(measured))
 
 
 def test_a_dearer_copy_does_not() -> None:

@@ -82,6 +82,8 @@ class HostTier:
         evicted_total: Entries that gave their block to another.
         unsaved_total: Evicted device blocks that found no place here.
         swapped_total: Preempted requests that came back with blocks from here.
+        swapped_blocks_total: Blocks that they read.
+        swap_saved_us_total: What computing these would have taken by the measured costs, less their copies.
         unswapped_total: Those that computed the tokens again, because that takes less time or nothing was measured.
         missed_tags_total: Reads that found another entry's tag, or none, in blocks.
         missed_checksums_total: Reads of other bytes than were saved, in blocks.
@@ -110,6 +112,7 @@ class HostTier:
         self.breaks = 0
         self.saved_total = self.loaded_total = self.evicted_total = self.unsaved_total = 0
         self.swapped_total = self.unswapped_total = 0
+        self.swapped_blocks_total = self.swap_saved_us_total = 0
         self.missed_tags_total = self.missed_checksums_total = 0
 
     @property

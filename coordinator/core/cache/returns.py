@@ -19,3 +19,10 @@ class Return(msgspec.Struct, frozen=True):
     read: int
     copy_us: int = -1
     compute_us: int = -1
+
+    @property
+    def saved_us(self) -> int:
+        """The measured time that reading saves: what computing would take, less the copy; 0 if it was not measured."""
+        return (
+            self.compute_us - self.copy_us if self.read == self.found and min(self.copy_us, self.compute_us) >= 0 else 0
+        )

@@ -115,6 +115,8 @@ def _host_stats(tier: HostTier | None) -> dict[str, int]:
         "host_unsaved_total": tier.unsaved_total,
         "host_swapped_total": tier.swapped_total,
         "host_unswapped_total": tier.unswapped_total,
+        "host_swapped_blocks_total": tier.swapped_blocks_total,
+        "host_swap_saved_us_total": tier.swap_saved_us_total,
         "host_missed_tags_total": tier.missed_tags_total,
         "host_missed_checksums_total": tier.missed_checksums_total,
     }
@@ -278,6 +280,10 @@ def _host_row(tier: HostTier | None, block_size: int) -> tuple[int, ...]:
         tier.missed_tags_total,
         tier.missed_checksums_total,
         tier.loaded_total * block_size,
+        tier.swapped_total,
+        tier.unswapped_total,
+        tier.swapped_blocks_total,
+        tier.swap_saved_us_total,
     )
 
 
@@ -302,12 +308,31 @@ def _disk_row(tier: DiskTier | None) -> tuple[int, ...]:
     )
 
 
-def tenant_blocks(cache: KVCacheManager) -> npt.NDArray[np.int64]:
-    """Return the blocks charged to each tenant: [rows of protocol.meters], fewer if fewer tenants can exist."""
+def tenant_blocks(cache: KVCacheManager) -> tuple[npt.NDArray[np.int64], ...]:
+    """Return the blocks charged to each tenant, for each of `TENANT_TIERS`.
+
+    Each is [rows of protocol.meters] int64, fewer if fewer tenants can exist, and none if no worker has such blocks.
+    """
     usages = [group.pool.usage for group in cache.groups.values()]
-    if not usages:
-        return NO_USAGE
-    usage = usages[0] if len(usages) == 1 else np.add.reduce(usages)
+    device = NO_USAGE
+    if usages:
+        device = _rows(cache, usages[0] if len(usages) == 1 else np.add.reduce(usages))
+    if not cache.host_tiers.tiers:
+        return device, NO_USAGE, NO_USAGE
+    disks = [group.disk.tier for group in cache.groups.values() if group.disk is not None]
+    return device, _tier_usage(cache, cache.host_tiers.tiers.values()), _tier_usage(cache, disks)
+
+
+def _tier_usage(cache: KVCacheManager, tiers: Iterable[HostTier]) -> npt.NDArray[np.int64]:
+    usage = np.zeros(cache.tenants.floor.size, np.int64)
+    for tier in tiers:
+        for tenant, blocks in tier.usage.items():
+            usage[tenant] += blocks
+    return _rows(cache, usage)
+
+
+def _rows(cache: KVCacheManager, usage: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the usage of tenants with rows of their own, behind that of all others."""
     if usage.size <= TENANT_ROWS + 1 or len(cache.tenants.names) <= TENANT_ROWS + 1:
         return usage[: TENANT_ROWS + 1]
     rows = usage[: TENANT_ROWS + 1].copy()

@@ -311,11 +311,13 @@ class Admission:
     def _note_return(self, request: Request, group: Group, how: Return) -> None:
         """Record that a preempted request came back with blocks from the host, or without them."""
         assert group.host is not None
-        request.returns = how
+        request.returns, tier = how, group.host.tier
         if how.read:
-            group.host.tier.swapped_total += 1
+            tier.swapped_total += 1
+            tier.swapped_blocks_total += how.read
+            tier.swap_saved_us_total += how.saved_us
         else:
-            group.host.tier.unswapped_total += 1
+            tier.unswapped_total += 1
 
     def _count_prefix(self, request: Request, slot: int, cached: int, again: bool) -> None:
         length = int(self._cache.sequences.length[slot])

@@ -84,8 +84,12 @@ export class Pools {
     const mixed = kinds.filter(([blocks]) => blocks).map(([blocks, name]) => ` · ${name} ${count(blocks)}`);
     const missed = pool.host_missed_tags_total + pool.host_missed_checksums_total;
     const moved = `${count(pool.host_saved_total)} saved, ${count(pool.host_loaded_total)} loaded, ${count(missed)} missed`;
+    const swapped = pool.host_swapped_total
+      ? `, ${many(pool.host_swapped_total, "request")} swapped in (${bytes(pool.host_swapped_blocks_total * pool.bytes_per_block)}, ` +
+        `${(pool.host_swap_saved_us_total / 1e6).toFixed(1)} s saved)`
+      : "";
     const host = pool.host_blocks
-      ? ` · host tier: ${count(pool.host_cached)} of ${many(pool.host_blocks, "block")} cached, ${moved}`
+      ? ` · host tier: ${count(pool.host_cached)} of ${many(pool.host_blocks, "block")} cached, ${moved}${swapped}`
       : "";
     const disk = pool.disk
       ? ` · disk tier: ${count(pool.disk.cached)} of ${many(pool.disk.blocks, "block")} cached, ` +

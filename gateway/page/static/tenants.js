@@ -89,6 +89,14 @@ export class Tenants {
     const facts = [`${many(row.blocks, "block")} (${percent(share)})`, bytes(row.bytes)];
     if (row.ceiling > 0 && row.ceiling * this.pools < blocks) facts.push(`ceiling ${count(row.ceiling)}${each}`);
     if (row.floor > 0) facts.push(`floor ${count(row.floor)}${each}`);
+    for (const [tier, of] of [
+      ["host", "in host memory"],
+      ["disk", "on disk"],
+    ]) {
+      const [held, floor, ceiling] = [row[`${tier}_blocks`], row[`${tier}_floor`], row[`${tier}_ceiling`]];
+      const bounds = [floor > 0 && `floor ${count(floor)}`, ceiling > 0 && `ceiling ${count(ceiling)}`].filter(Boolean);
+      if (held > 0 || bounds.length) facts.push([`${count(held)} ${of}`, ...bounds].join(", "));
+    }
     if (row.weight !== 1) facts.push(`weight ${short(row.weight)}`);
     if (row.hits !== null) facts.push(`${percent(row.hits)} prefix hits`);
     text(node.querySelector(".told"), facts.join(" · "));

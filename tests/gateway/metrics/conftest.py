@@ -38,7 +38,7 @@ def put(tables: TablesWriter, facts: ServiceInfo = FACTS, **gauges: int) -> None
     numbers.begin()
     for row in range(3):
         numbers.tenants[row] = np.arange(TENANT_CELLS) * (row + 1)
-    numbers.tenant_blocks[:3] = (1, 20, 300)
+    numbers.tenant_blocks[:3] = [(1, 4, 7), (20, 50, 80), (300, 600, 900)]
     numbers.pool(0, range(1, len(POOL_COUNTS) + 1), range(STEP_TIME.end - len(POOL_COUNTS)))
     numbers.facts(facts)
     values = {name: 1000 + at for at, name in enumerate(GAUGES)} | gauges

@@ -97,6 +97,8 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
         RUNNING * i for i in (1, 2, 3)
     ]
     assert [value(found, "kvforge_tenant_blocks", tenant=t) for t in ("other", "a", b)] == [1, 20, 300]
+    assert [value(found, "kvforge_tenant_host_blocks", tenant=t) for t in ("other", "a", b)] == [4, 50, 600]
+    assert [value(found, "kvforge_tenant_disk_blocks", tenant=t) for t in ("other", "a", b)] == [7, 80, 900]
     assert value(found, "kvforge_prefix_hit_tokens_total", tenant="a") == 2 * HIT
     assert [value(found, "kvforge_blocks", worker="w0", state=s) for s in ("free", "quarantined")] == [2, 5]
     kinds = [value(found, "kvforge_blocks_by_kind", worker="w0", kind=kind) for kind in BLOCK_KINDS]
@@ -113,12 +115,15 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
     both = [value(found, "vllm:kv_offload_total_bytes_total", transfer_type=way, **labels) for way in ways]
     assert both == [18 * 4096, 19 * 4096]
     assert [value(found, "kvforge_host_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [22, 23]
+    swaps = [value(found, "kvforge_host_swaps_total", worker="w0", way=way) for way in ("read", "computed")]
+    assert swaps == [25, 26] and value(found, "kvforge_host_swapped_bytes_total", worker="w0") == 27 * 4096
+    assert value(found, "kvforge_host_swap_saved_seconds_total", worker="w0") == pytest.approx(28e-6)
     disks = [value(found, "kvforge_disk_blocks", worker="w0", state=state) for state in states]
-    assert disks == [26, 27, 25 - (26 + 27 + 28), 28]
+    assert disks == [30, 31, 29 - (30 + 31 + 32), 32]
     names = ("recovered_blocks", "saved_blocks", "loaded_blocks", "evicted_blocks", "unsaved_blocks", "failed_copies")
     moved = [value(found, f"kvforge_disk_{name}_total", worker="w0") for name in (*names, "late_requests")]
-    assert moved == [29, 30, 31, 32, 33, 34, 35]
-    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [36, 37]
+    assert moved == [33, 34, 35, 36, 37, 38, 39]
+    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [40, 41]
     assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
     assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
     assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0
