@@ -18,7 +18,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+from tools.cluster.leaving import leave
 
 END_S = 120
 
@@ -68,7 +70,7 @@ def _child() -> dict[str, Any] | None:
     return None
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _run(script: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> NoReturn:
     """Become the script. An exception or SystemExit ends the process, as in any other."""
     import signal
 
@@ -84,7 +86,11 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], outputs
     sys.argv = ["-c", *arguments]
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
-    exec(compile(script, "<string>", "exec"), vars(module))  # noqa: S102 - of the tests alone
+    try:
+        exec(compile(script, "<string>", "exec"), vars(module))  # noqa: S102 - of the tests alone
+    except SystemExit as ended:
+        leave(ended.code)
+    leave(None)
 
 
 def _created(path: str) -> int:

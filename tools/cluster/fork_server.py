@@ -18,7 +18,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +26,8 @@ from typing import IO, NoReturn, Protocol
 
 from kvforge.process.collector import collector_paused, keep_all
 from kvforge.process.leash import PR_SET_PDEATHSIG
+
+from .leaving import leave
 
 FORK_S = 300.0  # the first fork includes the import of torch, on a machine that others may use too
 # An argument of the process, whose memory is that of its children's command lines.
@@ -329,25 +330,6 @@ def _become(
     except SystemExit as ended:
         leave(ended.code)
     leave(None)
-
-
-def leave(code: str | int | None) -> NoReturn:
-    """End this process as SystemExit does, without the interpreter's teardown.
-
-    The teardown frees the objects of all imported modules one by one: two seconds, twice, for each forked `kvforge up`.
-
-    Args:
-        code: That of SystemExit: an exit status, or a message.
-    """
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    keep_all()  # functions that run at exit collect nothing of these objects either
-    threading._shutdown()  # type: ignore[attr-defined] # it waits for threads, as the teardown does first
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader has gone, or it is closed
-            stream.flush()
-    os._exit(1 if isinstance(code, str) else code or 0)
 
 
 def die_with_parent() -> None:

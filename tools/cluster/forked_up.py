@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from kvforge.launch.child import Child as Supervised
 
-from .fork_server import Child, ForkServer, die_with_parent, leave, serve, set_command_line
+from .fork_server import Child, ForkServer, die_with_parent, serve, set_command_line
+from .leaving import leave
 
 FORKED = "kvforge.coordinator", "kvforge.worker"
 
