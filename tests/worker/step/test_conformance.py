@@ -72,7 +72,8 @@ def test_all_prompts_batched(smollm2: LoadedModel) -> None:
     assert matched == [steps] * len(CASES)  # in float32 no case of the sample has a near tie
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+# Alone, the second of two prompts that share a prefix is another prompt of 34 blocks.
+@pytest.mark.parametrize("case", [case for case in CASES if case["id"] != "shared-1"], ids=lambda case: case["id"])
 def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel) -> None:
     steps = 18  # the prompt of one token fills its first block, and goes on in another
     assert agree(case, generate(smollm2, [case], steps)[0]) == steps
