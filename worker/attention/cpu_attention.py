@@ -13,7 +13,7 @@ from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.kv_write import write_rotated
 from kvforge.worker.cpu.vector import CODES
 
-from .batch import IntArray, PagedBatch
+from .batch import Int32Array, IntArray, PagedBatch
 from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import is_quantised
@@ -148,6 +148,15 @@ class CpuAttention:
             scratch=self.workspace.scratch.data_ptr(),
             scratch_stride=stride,
         )
+
+    def gains_from_sharing(
+        self,
+        tables: Int32Array,  # noqa: ARG002
+        lengths: Int32Array,  # noqa: ARG002
+        block_size: int,  # noqa: ARG002
+    ) -> bool:
+        """Implement `PagedAttention.gains_from_sharing`: no kernel shares by a launch of its own."""
+        return False
 
     def always_sharing(self) -> None:
         """Implement `PagedAttention.always_sharing`."""

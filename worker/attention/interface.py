@@ -19,7 +19,7 @@ import torch
 
 from kvforge.protocol.errors import InvalidRequest
 
-from .batch import PagedBatch
+from .batch import Int32Array, PagedBatch
 from .expanded_space import ExpandedSpaces
 from .quantised import is_quantised
 
@@ -170,6 +170,17 @@ class PagedAttention(Protocol):
 
         Returns:
             [tokens, heads, head_size] in the dtype of query; of a layer with latents [tokens, heads, latent].
+        """
+
+    def gains_from_sharing(self, tables: Int32Array, lengths: Int32Array, block_size: int) -> bool:
+        """Return whether a captured step of these decodes is faster if its launches read common blocks once.
+
+        Asked at each step: the answer takes microseconds where no first blocks are alike.
+
+        Args:
+            tables: [rows, any width].
+            lengths: [rows], with the new token.
+            block_size: Tokens per block.
         """
 
     def always_sharing(self) -> PagedAttention | None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .batch import IntArray, PagedBatch
+from .batch import Int32Array, IntArray, PagedBatch
 from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import as_bytes, dequantise, quantise
@@ -96,6 +96,15 @@ class ReferenceAttention:
         check_rotary(query, cos, sin, layer, batch)
         _write(rotate(key, cos, sin), value, layer, batch)
         return rotate(query, cos, sin)
+
+    def gains_from_sharing(
+        self,
+        tables: Int32Array,  # noqa: ARG002
+        lengths: Int32Array,  # noqa: ARG002
+        block_size: int,  # noqa: ARG002
+    ) -> bool:
+        """Implement `PagedAttention.gains_from_sharing`: no kernel shares by a launch of its own."""
+        return False
 
     def always_sharing(self) -> None:
         """Implement `PagedAttention.always_sharing`."""

@@ -18,6 +18,7 @@ from .decode_plan import STEADY_PARTS, DecodePlanner
 from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, SHARED_HEAD, SHARED_PART, SHARED_ROW, Int32Array, named
 from .shared_prefixes import rows_alike
 
+AnyTables = IntArray | Int32Array
 SAVED_BYTES_MIN = 16 << 20  # of a layer's K and V, which need not be read again: a launch costs about as much
 
 
@@ -63,7 +64,7 @@ class SharedPlanner:
         return FIELDS * (1 + self.items_max + self.decode.rows_max)
 
     def plan(
-        self, tables: IntArray, lengths: IntArray, block_size: int, saved_bytes_min: int = SAVED_BYTES_MIN
+        self, tables: AnyTables, lengths: AnyTables, block_size: int, saved_bytes_min: int = SAVED_BYTES_MIN
     ) -> SharedPlans | None:
         """Make the plans of a step; None if too little is saved.
 
@@ -73,8 +74,10 @@ class SharedPlanner:
             block_size: Tokens per block.
             saved_bytes_min: Fewest bytes of K and V that need not be read again.
         """
-        if not may_share(tables, lengths):
-            return None
+        saved_bytes_min = max(1, saved_bytes_min)
+        first = tables[lengths > 0, :1]
+        if (len(first) - np.unique(first).size) * int(lengths.max(initial=0)) * self.token_bytes < saved_bytes_min:
+            return None  # whatever these rows share
         own = self.decode.plan(lengths)
         items = named(own[FIELDS:], DECODE_PART)
         items = items[: int(named(own[:FIELDS], DECODE_HEAD)["items"][0])]
@@ -85,7 +88,7 @@ class SharedPlanner:
         first_partials[items["row"]] = items["first_partial"]
         sets = [(some, parts) for rows, parts in rows_alike(tables, ends, block_size) for some in self._split(rows)]
         saved = sum((len(rows) - 1) * int(ends[rows[0], parts - 1]) for rows, parts in sets)
-        if saved * self.token_bytes < max(1, saved_bytes_min):
+        if saved * self.token_bytes < saved_bytes_min:
             return None
         return SharedPlans(self._shared(sets, ends, first_partials), _without(own, items, sets, len(lengths)))
 
@@ -117,7 +120,7 @@ class SharedPlanner:
         return array.reshape(-1)
 
 
-def may_share(tables: IntArray, lengths: IntArray) -> bool:
+def may_share(tables: AnyTables, lengths: AnyTables) -> bool:
     """Return whether any two rows have the same first block. tables: [rows, width]. lengths: [rows], 0: padding."""
     first = tables[lengths > 0, :1]
     return len(first) > 1 and np.unique(first).size < len(first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .batch import IntArray, PagedBatch
+from .batch import Int32Array, IntArray, PagedBatch
 
 
 def shared_prefixes(batch: PagedBatch, part: int) -> list[tuple[IntArray, int]]:
@@ -27,7 +27,7 @@ def shared_prefixes(batch: PagedBatch, part: int) -> list[tuple[IntArray, int]]:
     return rows_alike(batch.tables, ends, batch.block_size)
 
 
-def rows_alike(tables: IntArray, ends: IntArray, block_size: int) -> list[tuple[IntArray, int]]:
+def rows_alike(tables: IntArray | Int32Array, ends: IntArray, block_size: int) -> list[tuple[IntArray, int]]:
     """Return sets of rows that share parts.
 
     A set is found by comparing with one row: rows that share more with each other than with it are found only if they
@@ -61,7 +61,7 @@ def rows_alike(tables: IntArray, ends: IntArray, block_size: int) -> list[tuple[
     return found
 
 
-def _common_parts(tables: IntArray, ends: IntArray, block_size: int) -> IntArray:
+def _common_parts(tables: IntArray | Int32Array, ends: IntArray, block_size: int) -> IntArray:
     """Return how many leading parts each row has in common with the first row: [rows]."""
     width = -(-int(ends[0].max()) // block_size)
     differs = tables[:, :width] != tables[0, :width]

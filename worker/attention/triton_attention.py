@@ -104,6 +104,7 @@ class TritonAttention:
         self._latent_workspaces: dict[tuple[int, int], list[LatentWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
         self._saved_bytes_min = SAVED_BYTES_MIN
+        self._shapes = dict[_Shape, None]()  # of the decodes so far, in their order
         # Where the prefill kernel for K and V is that of Hopper, which outweighs the expansion.
         expands = self._target.hopper and not gluon_problem()
         self.expanded_spaces = ExpandedSpaces(device.torch_device) if expands else None
@@ -194,6 +195,14 @@ class TritonAttention:
         self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
 
+    def gains_from_sharing(self, tables: Int32Array, lengths: Int32Array, block_size: int) -> bool:
+        """Implement `PagedAttention.gains_from_sharing`, for the shapes that have been decoded so far."""
+        if not may_share(tables, lengths):
+            return False
+        planners = (shared_planner(len(lengths), *shape, self._target) for shape in self._shapes)
+        batch = tables, lengths, block_size, self._saved_bytes_min
+        return any(planner is not None and planner.plan(*batch) is not None for planner in planners)
+
     def always_sharing(self) -> PagedAttention | None:
         """Implement `PagedAttention.always_sharing`."""
         if not self._target.steady:
@@ -274,6 +283,7 @@ class TritonAttention:
             self._decode_latents(query, layer, tables, batch, number, options, output)
             return
         shape = (heads, layer.keys.shape[2], head_size, layer.keys.dtype, options.window)
+        self._shapes[shape] = None
         planner = decode_planner(count, *shape, self._target)
         plan = self._resident(batch, ("decode", number, *shape), partial(self._decode_plan, shape, number))
         query = query if query.stride(1) == head_size else query.contiguous()
@@ -322,6 +332,7 @@ class TritonAttention:
             if number < len(launches):
                 at = launches[number].at
                 planner = shared_planner(len(at), *shape, self._target)
+                at = at[at < len(batch.tables)]  # a static batch has no tables for its padding
                 if planner is not None and may_share(batch.tables[at, :1], batch.lengths[at]):
                     own = batch.tables[at], batch.lengths[at], batch.block_size
                     batch.plans[key] = planner.plan(*own, self._saved_bytes_min)

@@ -13,6 +13,10 @@ All graphs read the same input buffers, which one copy fills before each replay:
 slots, positions and flags before the structure. The graphs share the memory of their intermediate results, so only one
 may run at a time; the device's queue guarantees that.
 
+Where rows begin with the same blocks and attention gains from reading these once (`PagedAttention.gains_from_sharing`),
+a step runs in a graph of the same size with the launches that do so, captured when the worker is idle or after several
+such steps. All others keep graphs without these launches. A row has the same bits in both. Ranks have no such graphs.
+
 A row with a recurrent state runs in a graph if no other row of the step has the same one. Padding rows have their state
 in the pool's spare block, which no sequence has.
 """
@@ -118,6 +122,8 @@ class DecodeGraphs:
         self._sizes = list(bucket_sizes(rows_max))
         self._buckets: dict[int, _Bucket] = {}
         self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
+        self._sharing: dict[int, _Bucket | None] = {}  # graphs that read common blocks once; None: cannot be captured
+        self._sharing_uses: Counter[int] = Counter()  # steps that one of these would have run
         self.memory = model.device.graph_memory()
         self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
         self._landing = HostBuffer(model.device, 3 * self._sizes[-1])
@@ -131,7 +137,7 @@ class DecodeGraphs:
     @property
     def captured(self) -> int:
         """Number of captured graphs."""
-        return len(self._buckets)
+        return len(self._buckets) + sum(each is not None for each in self._sharing.values())
 
     def size_for(self, rows: int) -> int:
         """Return the smallest of `sizes` that holds `rows` rows. `rows` must not exceed the largest."""
@@ -166,9 +172,12 @@ class DecodeGraphs:
         """
         assert self._model.ranks is None, "ranks capture the same graphs at the same steps"
         missing = [size for size in self._sizes if size not in self._buckets]
-        if missing:
+        wished = [size for size in self._sharing_uses if size not in self._sharing]
+        if wished:
+            self._capture_sharing(wished.pop())
+        elif missing:
             self._bucket(max(missing, key=lambda size: self._uses[size]))
-        return any(size not in self._buckets for size in self._sizes)
+        return bool(wished) or any(size not in self._buckets for size in self._sizes)
 
     def can_run(self, rows: Rows) -> bool:
         """Return whether `launch` can run these rows, capturing a graph if none holds them."""
@@ -209,6 +218,8 @@ class DecodeGraphs:
         device, count = self._model.device, len(rows)
         bucket = self._captured_for(count)
         assert bucket is not None, "only for rows that `can_run` accepted"
+        if self._gains_from_sharing(rows):
+            bucket = self._sharing_bucket(bucket)
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         if ahead is not None:
             simple &= ~ahead
@@ -225,6 +236,31 @@ class DecodeGraphs:
             sampled = Sampled(rows.slots[chosen], fetched, np.zeros(len(chosen), np.int32), bucket.rows, chosen)
         return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy)
 
+    def _gains_from_sharing(self, rows: Rows) -> bool:
+        """Return whether these rows should run in a graph that reads common blocks once."""
+        attention = self._model.context.attention
+        if self._model.ranks is not None:
+            return False
+        return attention.gains_from_sharing(rows.tables, rows.starts + np.int32(1), self._pool.block_size)
+
+    def _sharing_bucket(self, plain: _Bucket) -> _Bucket:
+        """Return the graph of the size of `plain` that reads common blocks once; `plain` while there is none."""
+        size = plain.rows
+        self._sharing_uses[size] += 1
+        if size not in self._sharing and self._sharing_uses[size] > CAPTURE_USES:
+            self._capture_sharing(size)
+        return self._sharing.get(size) or plain
+
+    def _capture_sharing(self, size: int) -> None:
+        """Capture the graph of `size` rows that reads common blocks once. After a failure there will be none."""
+        try:
+            self._sharing[size] = self._capture(size, shares_reads=True)
+        except Exception as error:  # noqa: BLE001 - the driver raises another class when it lacks memory for a graph
+            self._sharing[size] = None
+            self._model.device.release_cached()
+            what = "decodes of %d rows run without shared reads: capturing their graph failed: %s: %s"
+            log.warning(what, size, type(error).__name__, error)
+
     def logits_of(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return the raw logits of these rows of the last `launch`: [n, vocab] float32 on the device.
 
@@ -238,7 +274,7 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drop all graphs and their memory."""
         self._model.device.synchronize()
-        self._sizes, self._buckets = [], {}
+        self._sizes, self._buckets, self._sharing = [], {}, {}
         self.memory = self._logits = self._places = None
         self._model.device.release_cached()
 
@@ -278,9 +314,10 @@ class DecodeGraphs:
                 self._sizes.clear()
         return None
 
-    def _capture(self, size: int) -> _Bucket:
+    def _capture(self, size: int, *, shares_reads: bool = False) -> _Bucket:
         model, state, device = self._model, self._state, self._model.device
         batch = self._pool.static_batch(size, self._width, self._places, INPUTS)
+        batch.shares_reads = shares_reads
         results = torch.zeros(3 * size, dtype=torch.int32, device=device.torch_device)
         left: list[torch.Tensor] = []  # the logits
 

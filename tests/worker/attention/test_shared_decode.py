@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, triton_attention
 from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from kvforge.worker.attention.decode_plan import DecodePlanner
 from kvforge.worker.attention.plan_items import (
@@ -28,6 +28,7 @@ from kvforge.worker.attention.plan_items import (
 from kvforge.worker.attention.quantised import is_quantised, quantise
 from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
 from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans
+from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS, current_target
@@ -83,7 +84,9 @@ class Case:
         for row, (length, earlier, common) in enumerate(rows):
             needed = -(-length // BLOCK_SIZE)
             tables[row, :needed] = np.arange(used + needed, used, -1)
-            tables[row, : min(common, needed)] = tables[earlier, : min(common, needed)]
+            alike = min(common, needed, -(-rows[earlier][0] // BLOCK_SIZE))
+            tables[row, :alike] = tables[earlier, :alike]
+            assert tables[row, :needed].max(initial=0) <= used + needed, "a row without a block for each of its tokens"
             used += needed
         quantised = is_quantised(dtype)
         shape = (used + 1, BLOCK_SIZE, heads[1], head_size)
@@ -178,7 +181,7 @@ def test_rows_have_the_bits_that_they_have_alone(
 def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
     """Every group of query heads that shares, rows for several programs, and long ones."""
     random = Random(head_size)
-    rows = [(random.randint(8000, 8300), 0, random.choice((30, 200, 500, 600))) for _ in range(70)]
+    rows = [(random.randint(8000, 8300), len(ROWS), random.choice((30, 200, 500, 600))) for _ in range(70)]
     for heads in ((8, 8), (24, 8), (32, 8), (28, 4), (16, 2), (48, 4), (32, 2)):
         case = Case.make(device, heads, head_size, dtype, [*ROWS, *rows])
         if shared_planner(1, *case.shape, 0, case.target) is None:
@@ -270,3 +273,54 @@ def test_what_the_kernel_leaves_to_the_other_one() -> None:
     assert shared_planner(4, *shape, 0, TARGETS["sm_90"]) is None, "plans that depend on other rows"
     assert shared_planner(4, 16, 1, 128, BF16, 0, target) is not None
     assert shared_planner(4, 17, 1, 128, BF16, 0, target) is None, "query heads in more than one tile"
+
+
+def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of a batch of their own, among prompt tokens too, and refills of a static batch."""
+    case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
+    used = np.flatnonzero(case.lengths)
+    tables, starts = case.tables[used].astype(np.int32), (case.lengths[used] - 1).astype(np.int32)
+    query = case.query[device.upload(used)]
+    steady = replace(device, steady=True)
+    alone = TritonAttention(steady)
+    sharing = alone.always_sharing()
+    assert sharing is not None and TritonAttention(replace(device, steady=False)).always_sharing() is None
+    launched: list[int] = []
+    launch = triton_attention.shared_decode
+
+    def counted(*arguments: Any) -> None:
+        launched.append(len(arguments[0]))
+        launch(*arguments)
+
+    monkeypatch.setattr(triton_attention, "shared_decode", counted)
+
+    def built(counts: list[int] | None = None) -> PagedBatch:
+        new = np.ones(len(used), np.int32) if counts is None else np.array(counts, np.int32)
+        return PagedBatch.build(tables, starts - new + 1, new, BLOCK_SIZE, steady)
+
+    want = alone.attend(query, case.layer, built(), options)
+    assert not launched, "it saves too little"
+    for _ in range(2):  # the second step finds its plans made
+        assert torch.equal(sharing.attend(query, case.layer, built(), options), want)
+    assert launched == [len(used)] * 2
+    window = AttentionOptions(0.125, window=700)
+    assert torch.equal(*(each.attend(query, case.layer, built(), window) for each in (alone, sharing)))
+    mixed = [1] * 3 + [5] + [1] * (len(used) - 4)
+    more = torch.cat((query[:4], query[:4], query[4:]))
+    want_mixed = alone.attend(more, case.layer, built(mixed), options)
+    assert torch.equal(sharing.attend(more, case.layer, built(mixed), options), want_mixed)
+    assert launched == [len(used)] * 2 + [len(used) - 1]
+    launched.clear()
+    padding = torch.full((2, 8, 64), torch.nan, device=query.device)
+    for shares in (False, True):
+        batch = PagedBatch.static(len(used) + 2, tables.shape[1], BLOCK_SIZE, steady)
+        batch.shares_reads = shares
+        for rows in (len(used), 0, 4, len(used)):
+            batch.fill(tables[:rows], starts[:rows] + 1)
+            got = sharing.attend(torch.cat((query, padding)), case.layer, batch, options)
+            assert torch.equal(got[:rows], want[:rows])
+            assert torch.equal(sharing.attend(torch.cat((query, padding)), case.layer, batch, window)[:0], got[:0])
+        assert len(launched) == (4 if shares else 0)
+    assert sharing.gains_from_sharing(tables, starts + 1, BLOCK_SIZE)
+    assert not alone.gains_from_sharing(tables, starts + 1, BLOCK_SIZE)
+    assert not sharing.gains_from_sharing(np.arange(8, dtype=np.int32).reshape(2, 4), starts[:2] + 1, BLOCK_SIZE)

@@ -32,14 +32,20 @@ PROMPTS = [RNG.integers(3, 97, 1 + n % 9).tolist() for n in range(SLOTS)]
 
 
 class Decoding:
-    """A runner with or without graphs over a pool full of NaN; each slot owns WIDTH blocks."""
+    """A runner with or without graphs over a pool full of NaN; each slot owns `width` blocks.
 
-    def __init__(self, model: LoadedModel, graph_rows_max: int, rows_max: int = 32) -> None:
-        self.pool = KvPool(model.geometry, WIDTH * SLOTS, model.device)
+    The first `common` blocks of all slots are those of slot 0.
+    """
+
+    def __init__(
+        self, model: LoadedModel, graph_rows_max: int, rows_max: int = 32, width: int = WIDTH, common: int = 0
+    ) -> None:
+        self.width, self.common = width, common
+        self.pool = KvPool(model.geometry, width * SLOTS, model.device)
         for cache in self.pool.tensors():
             cache.fill_(float("nan"))
         limits = {"slots_max": SLOTS, "step_tokens_max": 512, "step_rows_max": rows_max}
-        self.runner = ModelRunner(model, self.pool, **limits, table_width=WIDTH, graph_rows_max=graph_rows_max)
+        self.runner = ModelRunner(model, self.pool, **limits, table_width=width, graph_rows_max=graph_rows_max)
         self.lengths = np.zeros(SLOTS, np.int32)
 
     def launch(self, rows: list[tuple[int, list[int], int]], **fields: Any) -> PendingStep:
@@ -50,7 +56,8 @@ class Decoding:
         self.lengths[list(slots)] += counts
         flat = i4(*[token for part in tokens for token in part])
         step = Step(0, slots=i4(*slots), starts=starts, counts=counts, samples=i4(*samples), tokens=flat, **fields)
-        tables = np.array([range(WIDTH * slot, WIDTH * (slot + 1)) for slot in slots], np.int32)
+        tables = np.array([range(self.width * slot, self.width * (slot + 1)) for slot in slots], np.int32)
+        tables[:, : self.common] = np.arange(self.common)
         tables[:, -(-int(self.lengths[list(slots)].max()) // self.pool.block_size) :] = -7  # must not be read
         return self.runner.launch(step, tables)
 
@@ -450,6 +457,7 @@ def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGra
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     model: Any = SimpleNamespace(ranks=other, device=SimpleNamespace(release_cached=lambda: None))
     graphs._model, graphs._sizes, graphs._buckets, graphs._uses = model, [2, 4, 8], {}, Counter()
+    graphs._sharing = {}
 
     def capture(size: int) -> Any:
         if size in problems:
@@ -479,3 +487,71 @@ def test_ranks_have_the_same_graphs(says: tuple[bool, ...], problems: dict[int, 
     graphs.capture()
     assert graphs._sizes == left
     assert sorted(graphs._buckets) == (left if len(says) > 1 else [])
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_steps_that_share_reads_run_in_graphs_of_their_own(
+    idle: bool, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Common blocks are read once after a few steps, or after idle time, and no bit changes."""
+    pytest.importorskip("triton")
+    from kvforge.worker.attention import decode_plan, triton_attention
+    from kvforge.worker.step import graphs
+
+    auto = open_device("auto")
+    device = replace(auto if auto.runs_kernels else open_device("cpu"), steady=True)
+    folder = write_config("llama", max_position_embeddings=512)
+    monkeypatch.setattr(decode_plan, "STEADY_MIN", 32)
+    monkeypatch.setattr(triton_attention, "SAVED_BYTES_MIN", 1)
+    formats = {"load_format": "dummy", "dtype": "float32", "attention": "triton"}
+    model = load_model(folder, **formats, device=device, block_size=BLOCK_SIZE)
+    launches: list[int] = []
+    launch = triton_attention.shared_decode
+
+    def counted(*arguments: Any) -> None:
+        launches.append(1)
+        launch(*arguments)
+
+    monkeypatch.setattr(triton_attention, "shared_decode", counted)
+    monkeypatch.setattr(graphs, "CAPTURE_USES", 2)
+    prompt, blocks = RNG.integers(3, 97, 80).tolist(), 80 // BLOCK_SIZE
+    found = []
+    for common in (blocks, 0):
+        decoding = Decoding(model, graph_rows_max=4, rows_max=4, width=24, common=common)
+        begins = tuple(replace_start(begin(s, seed=s), sampling=SamplingParams(temperature=1.0)) for s in range(3))
+        for slot, start in enumerate(begins):  # one after the other: they write the same blocks
+            decoding.runner.finish(decoding.launch([(slot, [*prompt, slot + 3], 1)], begins=(start,)))
+        steps = [decoding.decode([0, 1, 2]) for _ in range(1 if idle else 3)]
+        while idle and graphs_of(decoding).capture_missing():
+            pass
+        assert (4 in graphs_of(decoding)._sharing) == (common > 0)
+        launches.clear()
+        steps += [decoding.decode([0, 1, 2]) for _ in range(2)]
+        if device.computes_on_cores:  # there a graph is the function, which launches again
+            assert len(launches) == (2 * len(model.geometry.layers) if common else 0)
+        found.append([(each.tokens.tolist(), each.logprobs.tolist()) for each in steps])
+        decoding.runner.close()
+        decoding.pool.close()
+    assert found[0] == found[1]
+
+
+def test_a_graph_with_shared_reads_that_cannot_be_captured_is_left_out(
+    pair: tuple[Decoding, Decoding], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphed, eager = pair
+    held = graphs_of(graphed)
+    monkeypatch.setattr(held, "_gains_from_sharing", lambda _rows: True)
+    capture = held._capture
+
+    def refused(size: int, **keywords: bool) -> Any:
+        if keywords.get("shares_reads"):
+            raise RuntimeError("out of memory")
+        return capture(size)
+
+    monkeypatch.setattr(held, "_capture", refused)
+    for each in pair:
+        each.start([0, 1, 2])
+    for _ in range(CAPTURE_USES + 2):
+        same(graphed.decode([0, 1, 2]), eager.decode([0, 1, 2]))
+    assert held._sharing == {4: None} and held.captured == 1
+    assert caplog.text.count("run without shared reads: capturing their graph failed: RuntimeError: out of memory") == 1
