@@ -113,6 +113,20 @@ def _mamba_1(mixer: Any) -> MixerPlan:
     )
 
 
+def _gated_unit(mixer: Any) -> MixerPlan:
+    count = mixer.rg_lru.num_attention_heads
+    whole = Section(mixer.lru_width, count, "heads")
+    channels: Sections = (whole,)
+    heads: Sections = (Section(count, count, "heads"),)
+    gates = [f"rg_lru.{kind}_gate_{part}" for kind in ("input", "recurrent") for part in ("weight", "bias")]
+    of_channels = ("linear_x", "linear_y", "conv_1d", "rg_lru.recurrent_param")
+    return MixerPlan(
+        rows=dict.fromkeys(of_channels, channels) | dict.fromkeys(gates, heads),
+        sums={"linear_out": whole},
+        sizes={"lru_width": channels, "rg_lru.num_attention_heads": heads},
+    )
+
+
 # By the folder in transformers.models and the class of the mixer.
 PLANS: dict[str, Callable[[Any], MixerPlan]] = {
     "bamba.BambaMixer": _mamba_2,
@@ -128,6 +142,7 @@ PLANS: dict[str, Callable[[Any], MixerPlan]] = {
     "qwen3_5.Qwen3_5GatedDeltaNet": _delta_rule,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _delta_rule,
     "qwen3_next.Qwen3NextGatedDeltaNet": _delta_rule,
+    "recurrent_gemma.RecurrentGemmaRecurrentBlock": _gated_unit,
 }
 
 

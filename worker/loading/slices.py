@@ -256,7 +256,7 @@ def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dic
         added |= {f"{layer}.self_attn.{name}": COLUMNS for name in family.latent.by_head}
         added[f"{layer}.self_attn.{family.output}"] = ROWS
     elif len(family.projected) == 3:
-        groups.append((f"{layer}.self_attn", family.projected, COLUMNS, family.output))
+        groups.append((f"{layer}.{family.attention}", family.projected, COLUMNS, family.output))
     if family.mixers:
         groups.append((f"{layer}.{family.feed}", family.gate_up, gate_up, family.down))
     if mixture is not None and mixture.shared:

@@ -34,12 +34,12 @@ FUSED = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
+    "recurrent_gemma",
 )
 REFUSED = {
     "kimi_linear": "ranks = 2: its KimiLinearDeltaAttention keeps a recurrent state, which several ranks cannot divide",
     "minimax": "ranks = 2: its MiniMaxLightningAttention keeps a recurrent state, which several ranks cannot divide",
     "olmo_hybrid": "ranks = 2: its OlmoHybridGatedDeltaNet keeps a recurrent state, which several ranks cannot divide",
-    "recurrent_gemma": "ranks = 2: its RecurrentGemmaRecurrentBlock keeps a recurrent state, which several",
 }
 
 
