@@ -21,12 +21,14 @@ import torch
 from torch.nn.functional import silu
 
 from kvforge.worker.attention.states import StateRows
+from kvforge.worker.device.ranks import Ranks
 
 from .activations import Activation
 from .layer_weights import Norm
 from .partition import apply_aligned
 from .recurrent import RECURRENT, DenseOperations, StateOperations
 from .state_space import StateSpace, StateSpaceInputs
+from .torch_functions import mean_of_rows
 
 STEP_OF_1 = math.log(math.e - 1)  # softplus of it is 1
 GATE_OF_1 = 1.2784645427610738  # SiLU of it is 1
@@ -43,6 +45,7 @@ class LightningStep:
         projections: The names of the projections to queries, keys and values, head by head, and to the gate.
         constant: [1, heads x head_size], the gate of the state spaces.
         time_steps: [1, heads], zeros.
+        ranks: The ranks with the other heads; None: this process has all.
         convolution: None.
         delta: None.
         selective: None.
@@ -55,6 +58,7 @@ class LightningStep:
     projections: tuple[str, str]
     constant: torch.Tensor
     time_steps: torch.Tensor
+    ranks: Ranks | None = None
     convolution: None = None
     delta: None = None
     selective: None = None
@@ -94,4 +98,15 @@ class LightningStep:
         constant, time_steps = (each.expand(rows, -1).to(mixed.dtype) for each in (self.constant, self.time_steps))
         inputs = StateSpaceInputs(mixed, constant, time_steps)
         found = operations.advance_state_space(inputs, states(RECURRENT), self.space)
-        return apply_aligned(torch.sigmoid, gate) * dense.norm(found, self.norm)
+        normed = dense.norm(found, self.norm) if self.ranks is None else self._norm_with(self.ranks, found)
+        return apply_aligned(torch.sigmoid, gate) * normed
+
+    def _norm_with(self, ranks: Ranks, found: torch.Tensor) -> torch.Tensor:
+        """Normalise the results of all ranks' heads; return those of this rank's."""
+        wide = found.float()
+        means = ranks.gather(mean_of_rows(wide * wide, -1, True))
+        total = means[0]
+        for each in means[1:]:
+            total = total + each
+        scale = apply_aligned(torch.rsqrt, total / ranks.count + self.norm.epsilon)
+        return self.norm.weight * (wide * scale).to(found.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.ranks import Ranks
 
+from .mixer_steps import SHARED_BY
 from .mixers import mixers_of
 from .sections import Section, ranges_of
 
@@ -31,14 +33,16 @@ class MixerPlan:
         rows: The sections of the first dimension of what is cut there.
         sums: The section of the last dimension of projections with results that are summed over the ranks.
         sizes: The sections that attributes count.
-        buffers: The sections of the last dimension of buffers.
+        buffers: A dimension of buffers, and its sections.
+        methods: Methods that return numbers of the whole mixer, and the sections of their first dimension.
         norm: The norm over the numbers of each group, and the groups.
     """
 
     rows: dict[str, Sections]
     sums: dict[str, Section]
     sizes: dict[str, Sections] = field(default_factory=dict)
-    buffers: dict[str, Sections] = field(default_factory=dict)
+    buffers: dict[str, tuple[int, Sections]] = field(default_factory=dict)
+    methods: dict[str, Sections] = field(default_factory=dict)
     norm: tuple[str, Section] | None = None
 
     def problem(self, count: int) -> str:
@@ -98,7 +102,7 @@ def _mamba_2(mixer: Any) -> MixerPlan:
             "groups_time_state_size": (of_groups,),
             "conv_dim": convolved,
         },
-        buffers={"mup_vector": projected},
+        buffers={"mup_vector": (-1, projected)},
         norm=("norm", groups),
     )
 
@@ -127,6 +131,27 @@ def _gated_unit(mixer: Any) -> MixerPlan:
     )
 
 
+def _lightning(mixer: Any) -> MixerPlan:
+    count = mixer.num_attention_heads
+    numbers = Section(count * mixer.head_dim, count, "heads")
+    heads: Sections = (Section(count, count, "heads"),)
+    return MixerPlan(
+        rows={
+            "qkv_proj": (Section(3 * count * mixer.head_dim, count, "heads"),),
+            "output_gate": (numbers,),
+            "norm": (numbers,),
+        },
+        sums={"out_proj": numbers},
+        sizes={"num_attention_heads": heads},
+        buffers={
+            **dict.fromkeys(("slope_rate", "query_decay", "key_decay"), (0, heads)),
+            "diagonal_decay": (1, heads),
+        },
+        methods={"get_slope_rate": heads},
+        norm=("norm", Section(1, 1, "group", is_shared=True)),
+    )
+
+
 # By the folder in transformers.models and the class of the mixer.
 PLANS: dict[str, Callable[[Any], MixerPlan]] = {
     "bamba.BambaMixer": _mamba_2,
@@ -138,6 +163,7 @@ PLANS: dict[str, Callable[[Any], MixerPlan]] = {
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
     "mamba.MambaMixer": _mamba_1,
     "mamba2.Mamba2Mixer": _mamba_2,
+    "minimax.MiniMaxLightningAttention": _lightning,
     "nemotron_h.NemotronHMamba2Mixer": _mamba_2,
     "qwen3_5.Qwen3_5GatedDeltaNet": _delta_rule,
     "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": _delta_rule,
@@ -173,20 +199,29 @@ def mixer_plans(module: Any, count: int) -> dict[str, MixerPlan]:
 
 def fit_mixer(mixer: Any, plan: MixerPlan, rank: int, count: int) -> None:
     """Adjust the sizes that a mixer and its parts have to those of a rank's slices."""
+    for name, sections in plan.methods.items():
+        setattr(mixer, name, partial(_whole, _parts(getattr(mixer, name)(), 0, ranges_of(sections, rank, count))))
     for name, sections in plan.sizes.items():
         path, _, last = name.rpartition(".")
         owner = mixer.get_submodule(path)
         if hasattr(owner, last):
             setattr(owner, last, sum(end - first for first, end in ranges_of(sections, rank, count)))
-    for name, sections in plan.buffers.items():
+    for name, (dimension, sections) in plan.buffers.items():
         if (whole := getattr(mixer, name, None)) is not None:
-            parts = [whole[..., first:end] for first, end in ranges_of(sections, rank, count)]
-            setattr(mixer, name, torch.cat(parts, -1))
+            setattr(mixer, name, _parts(whole, dimension, ranges_of(sections, rank, count)))
     for part in mixer.modules():
         if isinstance(part, torch.nn.Linear):
             part.out_features, part.in_features = part.weight.shape
         elif isinstance(part, torch.nn.Conv1d):  # of one channel each
             part.in_channels = part.out_channels = part.groups = len(part.weight)
+
+
+def _parts(whole: torch.Tensor, dimension: int, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return torch.cat([whole.narrow(dimension, first, end - first) for first, end in ranges], dimension)
+
+
+def _whole(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers
 
 
 def join_norm(mixer: Any, plan: MixerPlan, ranks: Ranks) -> None:
@@ -197,6 +232,7 @@ def join_norm(mixer: Any, plan: MixerPlan, ranks: Ranks) -> None:
     sharing, norm = groups.sharing(ranks.rank, ranks.count), getattr(mixer, name)
     if len(sharing) == 1 or not hasattr(norm, "weight"):
         return
+    norm.__dict__[SHARED_BY] = ranks
     rounds_last = hasattr(norm, "norm_before_gate")  # Falcon-H1
     gates_last = bool(getattr(norm, "norm_before_gate", False))
 

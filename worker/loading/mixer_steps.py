@@ -31,6 +31,8 @@ from kvforge.worker.kernels.selective import SelectiveSpace
 from kvforge.worker.kernels.selective_step import SelectiveStep
 from kvforge.worker.kernels.state_space import StateSpace
 
+SHARED_BY = "kvforge_ranks"  # of a norm over numbers of several ranks: the ranks
+
 
 def _convolution(part: Any, *, is_gated: bool = False, has_silu: bool = False) -> Convolution:
     """Describe a Conv1d with a group for each channel."""
@@ -127,7 +129,8 @@ def _lightning(mixer: Any) -> MixerStep | None:
     if activation is None:
         return None  # another one
     norm = Norm(mixer.norm.weight.detach(), mixer.norm.variance_epsilon)
-    return LightningStep.of(-_slopes(mixer), norm, activation, ("qkv_proj", "output_gate"))
+    step = LightningStep.of(-_slopes(mixer), norm, activation, ("qkv_proj", "output_gate"))
+    return replace(step, ranks=vars(mixer.norm).get(SHARED_BY))
 
 
 def _activation(part: Any) -> Activation | None:

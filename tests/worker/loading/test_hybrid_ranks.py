@@ -31,6 +31,7 @@ FUSED = (
     "jamba",
     "lfm2",
     "lfm2_moe",
+    "minimax",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -38,7 +39,6 @@ FUSED = (
 )
 REFUSED = {
     "kimi_linear": "ranks = 2: its KimiLinearDeltaAttention keeps a recurrent state, which several ranks cannot divide",
-    "minimax": "ranks = 2: its MiniMaxLightningAttention keeps a recurrent state, which several ranks cannot divide",
     "olmo_hybrid": "ranks = 2: its OlmoHybridGatedDeltaNet keeps a recurrent state, which several ranks cannot divide",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import transformers
 from accelerate import init_empty_weights
 
 from kvforge.protocol.errors import UnsupportedModel
-from kvforge.worker.loading.mixer_slices import PLANS, MixerPlan, join_norm, mixer_plans
+from kvforge.worker.loading.mixer_slices import PLANS, MixerPlan, fit_mixer, join_norm, mixer_plans
+from kvforge.worker.loading.mixer_steps import step_of
 from kvforge.worker.loading.sections import Section, ranges_of
 from tests.worker.conftest import TINY
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
@@ -55,6 +57,36 @@ def test_ranks_that_share_a_group_compute_its_norm(name: str, gates_last: bool) 
         ranks: Any = SimpleNamespace(rank=rank, count=4, gather=lambda _: means)
         join_norm(SimpleNamespace(norm=part), plan, ranks)
         assert torch.allclose(part(x[..., place], gate[..., place]), want[..., place], atol=1e-6)
+
+
+@torch.inference_mode()
+def test_ranks_of_lightning_attention_have_their_heads_decays_and_the_norm_of_all() -> None:
+    """In bfloat16, in which the whole mixer has rounded slopes: each rank finds the exact ones of its heads."""
+    modeling: Any = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+    config = modeling.MiniMaxConfig(
+        hidden_size=24, num_attention_heads=4, head_dim=6, num_hidden_layers=2, layer_types=["linear_attention"] * 2
+    )
+    torch.manual_seed(1)
+    whole = modeling.MiniMaxLightningAttention(config, 1)
+    whole.norm.weight.normal_()
+    whole.slope_rate = whole.slope_rate.bfloat16()
+    decays, means = -whole.get_slope_rate().flatten(), torch.rand(2, 3, 1)
+    found = torch.randn(3, 24) * means.mean(0).sqrt()
+    want = whole.norm.weight * found * torch.rsqrt(means.mean(0) + 1e-6)
+    for rank, (heads, place) in enumerate(((slice(2), slice(12)), (slice(2, 4), slice(12, 24)))):
+        part = copy.deepcopy(whole)
+        plan = PLANS["minimax.MiniMaxLightningAttention"](part)
+        part.norm.weight = torch.nn.Parameter(whole.norm.weight[place])
+        fit_mixer(part, plan, rank, 2)
+        assert torch.equal(part.diagonal_decay, whole.diagonal_decay[:, heads])
+        ranks: Any = SimpleNamespace(rank=rank, count=2, gather=lambda _: means)
+        join_norm(part, plan, ranks)
+        step: Any = step_of(part)
+        assert torch.equal(step.space.rates, decays[heads])
+        operations: Any = SimpleNamespace(advance_state_space=lambda *_, place=place: found[:, place])
+        open_gate = {"qkv_proj": torch.zeros(3, 36), "output_gate": torch.full((3, 12), torch.inf)}
+        got = step.run(operations, operations, open_gate, lambda _name: None)
+        torch.testing.assert_close(got, want[:, place], rtol=1e-5, atol=1e-6)
 
 
 @NEEDS_CACHE
