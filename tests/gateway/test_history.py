@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 
 from kvforge.gateway.config import Settings
 from kvforge.gateway.parse.formats import FORMATS
+from tests.amount import examples
 
 from .parse.test_arguments import PLACES
 from .parse.test_law import GARBAGE
@@ -183,7 +184,7 @@ Turn = Callable[[Asked, bool, bool], Awaitable[None]]
 
 
 @pytest.mark.parametrize("turn", [chat, completions, responses, messages])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     answer=answers(),
     reason=st.sampled_from(["stop", "length"]),

@@ -25,9 +25,10 @@ from kvforge.gateway.config import Settings
 from kvforge.gateway.openapi.operations import OPERATIONS
 from kvforge.gateway.storage import Operation, Result
 from kvforge.gateway.storage.inline import InlineStorage
+from tests import amount
 from tests.gateway.scripted import NAME, Script, application, page
 
-EXAMPLES = 12
+EXAMPLES = amount.examples(12)
 UNREADY_EXAMPLES = 4  # the answers depend on the operation more than on its data
 DOCUMENTED = [content_type_conformance, response_schema_conformance, status_code_conformance]
 APIS = [one for one in OPERATIONS if one.path.startswith(("/v1/", "/tokenize", "/detokenize"))]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvforge import BlockColumns
 from kvforge.gateway.page.blocks import BlockMap, Frame, ages
+from tests.amount import examples
 
 COUNTS = (0, 12, 40)
 
@@ -50,7 +51,7 @@ LOOK = st.tuples(st.sampled_from(COUNTS), st.integers(0, 1 << 31))
 VIEW = st.integers(0, 2)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.one_of(LOOK, VIEW), max_size=30))
 def test_viewers_that_skip_frames_see_what_is_there(deeds: list[tuple[int, int] | int]) -> None:
     cells, viewers = BlockMap(), [Viewer() for _ in range(3)]

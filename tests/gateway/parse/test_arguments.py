@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvforge.gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, object_of
+from tests.amount import examples
 
 from .written import WAYS, events_of, joined
 
@@ -54,7 +55,7 @@ def refused(constant: str) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(text=st.text("abcdxyz/=._- ", min_size=1).map(str.strip).filter(bool))
 def test_a_tool_is_not_called_with_less_than_was_written(place: str, text: str) -> None:
     name = place.partition(",")[0]
@@ -78,7 +79,7 @@ def test_an_object_comes_out_as_it_is(found: dict[str, Any], cuts: list[int], in
         assert json.loads(made_of(text, cuts)) == json.loads(text)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(text=st.one_of(ANYTHING, OBJECTS.map(json.dumps)), cuts=CUTS, cut=st.integers(0, 10_000))
 def test_of_any_text_an_object_is_made_that_every_client_reads(text: str, cuts: list[int], cut: int) -> None:
     for shown in (text, text[: cut % (len(text) + 1)]):
@@ -122,7 +123,7 @@ def test_depth_and_digits_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(start=st.integers(0, 200), length=st.integers(0, 12), put=st.sampled_from(["", "x", '"', "}", "{", "=", "<"]))
 def test_a_damaged_call_is_not_one_without_arguments(way: str, start: int, length: int, put: str) -> None:
     name, write, _ = WAYS[way]

@@ -15,6 +15,7 @@ from kvforge.gateway.openai.chat import delta_of
 from kvforge.gateway.parse import choose
 from kvforge.gateway.parse.formats import FORMATS
 from kvforge.protocol.errors import InvalidConfiguration
+from tests.amount import examples
 
 from .written import TOOLS, WAYS, Call, events_of, joined
 
@@ -78,7 +79,7 @@ def writable(way: str, calls: list[Call]) -> list[Call]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(calls=CALLS, before=PLAIN, cuts=CUTS)
 def test_what_was_written_is_read_however_it_is_split(
     way: str, calls: list[Call], before: str, cuts: list[int]
@@ -93,7 +94,7 @@ def test_what_was_written_is_read_however_it_is_split(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(text=GARBAGE, cuts=CUTS, in_reasoning=st.booleans(), tools=st.sampled_from([TOOLS, None]))
 def test_any_text_at_all_is_the_same_however_it_is_split(
     name: str, text: str, cuts: list[int], in_reasoning: bool, tools: Any
@@ -104,7 +105,7 @@ def test_any_text_at_all_is_the_same_however_it_is_split(
 
 
 @pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.think[0]])
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(thought=PLAIN, said=PLAIN, cuts=CUTS, opened=st.booleans())
 def test_reasoning_is_not_content(name: str, thought: str, said: str, cuts: list[int], opened: bool) -> None:
     opening, closing = FORMATS[name].think
