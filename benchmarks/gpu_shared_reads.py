@@ -1,11 +1,13 @@
 """Decode attention on a GPU over what rows have in common: read once for several rows, beside read by each row.
 
-    python -m benchmarks.gpu_shared_reads [--repeats 20] [--json FILE]
+    python -m benchmarks.gpu_shared_reads [--repeats 20] [--variants] [--json FILE]
 
 The attention of one Llama-3.1-8B layer: 32 query heads, 8 KV heads of 128, blocks of 16 tokens. Cases: forks of a long
 prompt, samples of one prompt, and a request's last token with four drafts. Both sides run as a worker that keeps bits
 steady runs them, over the same pools; graphs of both alternate, and the median of each counts (see `gpu_decode`).
 Results must have the same bits. Plan: the host's time to find what is common and to plan both launches.
+
+Variants: other numbers of tiles of queries of a program, and of stages of its loop, than this GPU's.
 
 Sharing is forced in every case; "used" says whether a worker would share there (see `shared_plan.SAVED_BYTES_MIN`).
 """
@@ -14,17 +16,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention import shared_decode as launching
 from kvforge.worker.attention.decode import DecodeWorkspace, paged_decode
 from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
 from kvforge.worker.device.device import Device, open_device
@@ -77,8 +83,20 @@ CASES = {
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
-def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repeats: int) -> dict[str, Any]:
-    """Return the times of a case in microseconds, and what its plans share."""
+VARIANTS = [(tiles, stages) for tiles in (1, 2, 4) for stages in (3, 5)]
+
+
+def varied(target: Target, stages: int) -> Target:
+    """Return the target with another number of stages of the loop over keys."""
+    return replace(target, decode={key: replace(tiles, stages=stages) for key, tiles in target.decode.items()})
+
+
+def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repeats: int, stages: int) -> dict[str, Any]:
+    """Return the times of a case in microseconds, and what its plans share.
+
+    stages: Of the loop of shared parts; 0: the target's.
+    """
+    sharing = varied(target, stages) if stages else target
     case, sizes = CASES[name], (LLAMA.heads, LLAMA.kv_heads, LLAMA.head_size)
     lengths, tables = case.lengths, case.tables()
     planner = shared_planner(len(lengths), *sizes, dtype, 0, target)
@@ -109,7 +127,7 @@ def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repea
 
     def attend(side: int, pool: int) -> None:
         if side:
-            shared_decode(query, pools[pool], table, shared, workspace, options, target)
+            shared_decode(query, pools[pool], table, shared, workspace, options, sharing)
         plan = own if side else alone
         paged_decode(query, pools[pool], table, plan, outputs[side], workspace, options, target)
 
@@ -138,6 +156,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--variants", action="store_true", help="other tiles and stages than this GPU's")
     parser.add_argument("--json", help="write the results here too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -146,11 +165,15 @@ def main() -> int:
     device = open_device("auto")
     target = replace(current_target(device), steady=True)
     results = []
-    for dtype in DTYPES:
-        for name in arguments.cases:
-            results.append(measure(name, dtype, device, target, arguments.repeats))
-            print(results[-1], file=sys.stderr, flush=True)
-            torch.cuda.empty_cache()
+    for tiles, stages in VARIANTS if arguments.variants else [(0, 0)]:
+        with patch.object(launching, "_tiles", lambda *_, tiles=tiles: tiles) if tiles else nullcontext():
+            for dtype, name in product(DTYPES, arguments.cases):
+                found = measure(name, dtype, device, target, arguments.repeats, stages)
+                if tiles:
+                    found["case"] += f", {tiles} tiles, {stages} stages"
+                results.append(found)
+                print(found, file=sys.stderr, flush=True)
+                torch.cuda.empty_cache()
     rows = [
         [
             f"{each['case']} {each['dtype']}",

@@ -87,26 +87,20 @@ def _queries(
 
 
 @triton.jit
-def _fold(
+def _scores(
     queries,
-    state,
     k,
     k_high,
-    v,
-    v_high,
     seen,
     key_scale,
     exponent,
-    mantissa,
-    unscale,
     softcap,
     KIND: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add a tile of keys to the state of a tile of queries: their greatest score, total, and sums of values."""
+    """Return the scores of a tile of queries and a tile of keys."""
     q, q_high, factor = queries
-    greatest, total, sums, sums_high = state
     if KIND:
         scores = tl.dot(q, tl.trans(k))
         scores = tl.dot(q_high, tl.trans(k_high), scores) * factor[:, None] * key_scale[None, :]
@@ -119,6 +113,13 @@ def _fold(
     scores = tl.where(seen, scores, float("-inf"))
     if KIND:
         scores += ((exponent >> 23) - 127).to(tl.float32)[None, :]
+    return scores
+
+
+@triton.jit
+def _fold(state, scores, v, v_high, mantissa, unscale, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a tile of keys to the state of a tile of queries: their greatest score, total, and sums of values."""
+    greatest, total, sums, sums_high = state
     new_greatest = tl.maximum(greatest, tl.max(scores, 1))
     shrink = tl.exp2(greatest - new_greatest)[:, None]
     weights = tl.exp2(scores - new_greatest[:, None])
@@ -249,14 +250,14 @@ def shared_decode_kernel(
                 exponent = None
                 mantissa = None
                 unscale = None
+            scores = _none()
+            for tile in tl.static_range(TILES):
+                scores += (
+                    _scores(queries[tile], k, k_high, seen, key_scale, exponent, softcap, KIND, SOFTCAP, PRECISION),
+                )
             folded = _none()
             for tile in tl.static_range(TILES):
-                folded += (
-                    _fold(
-                        queries[tile], states[tile], k, k_high, v, v_high, seen, key_scale, exponent, mantissa,
-                        unscale, softcap, KIND, SOFTCAP, PRECISION,
-                    ),
-                )  # fmt: skip
+                folded += (_fold(states[tile], scores[tile], v, v_high, mantissa, unscale, KIND, PRECISION),)
             states = folded
 
         if CHAINED:  # noqa: SIM102 - a compile-time condition

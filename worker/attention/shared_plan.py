@@ -79,8 +79,8 @@ class SharedPlanner:
         if (len(first) - np.unique(first).size) * int(lengths.max(initial=0)) * self.token_bytes < saved_bytes_min:
             return None  # whatever these rows share
         own = self.decode.plan(lengths)
-        items = named(own[FIELDS:], DECODE_PART)
-        items = items[: int(named(own[:FIELDS], DECODE_HEAD)["items"][0])]
+        count = int(named(own[:FIELDS], DECODE_HEAD)["items"][0])
+        items = named(own[FIELDS : FIELDS * (1 + count)], DECODE_PART)
         ends = np.zeros((len(lengths), STEADY_PARTS), np.int64)
         inner = items[items["part"] + 1 < items["parts"]]
         ends[inner["row"], inner["part"]] = inner["end"]
@@ -131,8 +131,8 @@ def _without(own: Int32Array, items: np.ndarray, sets: list[tuple[IntArray, int]
     shared = np.zeros(rows, np.int64)
     for members, parts in sets:
         shared[members] = parts
-    left = items[items["part"] >= shared[items["row"]]]
-    array = np.zeros_like(own)
-    named(array[:FIELDS], DECODE_HEAD)["items"] = len(left)
-    named(array[FIELDS : FIELDS * (1 + len(left))], DECODE_PART)[:] = left
-    return array
+    (left,) = (items["part"] >= shared[items["row"]]).nonzero()
+    array = np.zeros((len(own) // FIELDS, FIELDS), np.int32)
+    named(array[:1], DECODE_HEAD)["items"] = len(left)
+    array[1 : 1 + len(left)] = own.reshape(-1, FIELDS)[1 + left]
+    return array.reshape(-1)

@@ -52,7 +52,8 @@ def rows_alike(tables: IntArray | Int32Array, ends: IntArray, block_size: int) -
     for members in alike.values():
         others = np.array(members)
         while others.size > 1:
-            common = _common_parts(tables[others], ends[others], block_size)
+            width = -(-int(ends[others[0]].max()) // block_size)
+            common = _common_parts(tables[others, :width], ends[others], block_size)
             longest = np.sort(common)[::-1]
             saved = np.arange(longest.size) * longest  # parts that need not be read again
             parts = int(longest[saved.argmax()])
@@ -62,10 +63,12 @@ def rows_alike(tables: IntArray | Int32Array, ends: IntArray, block_size: int) -
 
 
 def _common_parts(tables: IntArray | Int32Array, ends: IntArray, block_size: int) -> IntArray:
-    """Return how many leading parts each row has in common with the first row: [rows]."""
-    width = -(-int(ends[0].max()) // block_size)
-    differs = tables[:, :width] != tables[0, :width]
-    blocks = np.where(differs.any(1), differs.argmax(1), width)
+    """Return how many leading parts each row has in common with the first row: [rows].
+
+    tables: [rows, blocks of the first row's parts].
+    """
+    differs = tables != tables[0]
+    blocks = np.where(differs.any(1), differs.argmax(1), tables.shape[1])
     common = (ends == ends[0]) & (ends > 0) & (ends <= blocks[:, None] * block_size)
     counts: IntArray = np.cumprod(common, axis=1).sum(1)
     return counts

@@ -47,6 +47,7 @@ from .pending import Sampled
 ROWS_MAX = 512  # larger batches keep the device busy without graphs
 INPUTS = 4  # int32 values per row beside its structure: see _Bucket
 CAPTURE_S = 60.0  # graphs not captured by then are captured later
+ASKED_STEPS = 16  # steps of the same slots after which attention is asked again: they have grown by a few tokens
 CAPTURE_USES = 16  # steps that run in a larger graph before their own is captured, without idle time
 log = logging.getLogger("worker")
 
@@ -124,6 +125,8 @@ class DecodeGraphs:
         self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
         self._sharing: dict[int, _Bucket | None] = {}  # graphs that read common blocks once; None: cannot be captured
         self._sharing_uses: Counter[int] = Counter()  # steps that one of these would have run
+        # Slots of the last step, steps since attention was asked whether sharing gains there, and its answer.
+        self._asked = b"", 0, False
         self.memory = model.device.graph_memory()
         self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
         self._landing = HostBuffer(model.device, 3 * self._sizes[-1])
@@ -238,10 +241,15 @@ class DecodeGraphs:
 
     def _gains_from_sharing(self, rows: Rows) -> bool:
         """Return whether these rows should run in a graph that reads common blocks once."""
-        attention = self._model.context.attention
         if self._model.ranks is not None:
             return False
-        return attention.gains_from_sharing(rows.tables, rows.starts + np.int32(1), self._pool.block_size)
+        slots, steps, gains = self._asked
+        own = rows.slots.tobytes()
+        if slots != own or steps == ASKED_STEPS:
+            attention, steps = self._model.context.attention, 0
+            gains = attention.gains_from_sharing(rows.tables, rows.starts + np.int32(1), self._pool.block_size)
+        self._asked = own, steps + 1, gains
+        return gains
 
     def _sharing_bucket(self, plain: _Bucket) -> _Bucket:
         """Return the graph of the size of `plain` that reads common blocks once; `plain` while there is none."""
