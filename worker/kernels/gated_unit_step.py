@@ -42,7 +42,6 @@ class GatedUnitStep:
         projections: The names of the projections to x and to the gate.
         delta: None.
         space: None.
-        products: None.
     """
 
     convolution: Convolution
@@ -53,7 +52,11 @@ class GatedUnitStep:
     projections: tuple[str, str]
     delta: None = None
     space: None = None
-    products: tuple[()] = ()
+
+    @property
+    def products(self) -> tuple[torch.Tensor, ...]:
+        """Implement `MixerStep.products`."""
+        return (self.gates,)
 
     def run(
         self,

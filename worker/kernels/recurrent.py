@@ -241,7 +241,7 @@ class MixerStep(Protocol):
 
     @property
     def products(self) -> tuple[torch.Tensor, ...]:
-        """The weights of products that follow from its convolution."""
+        """The weights of products that follow from its convolution: [n, k], or [heads, k, n] of each head by itself."""
 
     @property
     def projections(self) -> tuple[str, ...]:

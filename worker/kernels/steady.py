@@ -8,6 +8,7 @@ differ, every product is computed in slabs of one size, which is slower but cons
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -49,14 +50,19 @@ def unsteady_steps(operations: LayerOperations, steps: Sequence[MixerStep], devi
         As `unsteady_products`.
     """
     weights = {each.shape: each for step in steps for each in step.products}
-    made = [
-        (f"a product of {len(weight)} numbers in a recurrent layer", weight.shape[1], LADDER, _one(operations, weight))
-        for weight in weights.values()
-    ]
+    made = [(*_shape(weight), LADDER, _one(operations, weight)) for weight in weights.values()]
     return _first_unsteady(made, next(iter(weights.values())), device) if made else ""
 
 
+def _shape(weight: torch.Tensor) -> tuple[str, int]:
+    """Return what a product is, for people, and the numbers of a row of its input."""
+    *heads, outputs, inputs = weight.shape if weight.dim() == 2 else weight.transpose(1, 2).shape
+    return f"a product of {math.prod(heads) * outputs} numbers in a recurrent layer", math.prod(heads) * inputs
+
+
 def _one(operations: LayerOperations, weight: torch.Tensor) -> _Product:
+    if weight.dim() == 3:
+        return lambda x: (operations.by_head(x.unflatten(1, (len(weight), -1)), weight),)
     return lambda x: (operations.linear(x, weight),)
 
 

@@ -118,7 +118,7 @@ def test_a_product_in_a_recurrent_layer_that_depends_on_the_rows_is_found(
     weights = [torch.randn(shape, generator=generator) for shape in ((12, 40), (40, 4))]
 
     class Step:
-        products = tuple(weights)
+        products = (*weights, torch.randn((2, 5, 7)))  # the last one of each head by itself
 
     operations, steps = PlainOperations(), [cast(MixerStep, Step())]
     assert unsteady_steps(operations, steps, cpu) == ""
@@ -130,3 +130,12 @@ def test_a_product_in_a_recurrent_layer_that_depends_on_the_rows_is_found(
     monkeypatch.setattr(PlainOperations, "linear", planted)
     found = unsteady_steps(operations, steps, cpu)
     assert found.startswith("a product of 12 numbers in a recurrent layer of 3 tokens has other bits")
+    monkeypatch.setattr(PlainOperations, "linear", multiply)
+    by_head = PlainOperations.by_head
+
+    def planted_by_head(self: PlainOperations, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        return by_head(self, x, *given) * (1 + 1e-6 * (len(x) == 3))
+
+    monkeypatch.setattr(PlainOperations, "by_head", planted_by_head)
+    found = unsteady_steps(operations, steps, cpu)
+    assert found.startswith("a product of 14 numbers in a recurrent layer of 3 tokens has other bits")

@@ -403,6 +403,22 @@ def test_wrong_gates_of_a_recurrent_unit_are_refused(
     assert load_model(folder, device=cpu, block_size=16).fused is None
 
 
+def test_minimax_begins_with_layers_of_lightning_attention(
+    tiny: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+    eager_logits: Callable[..., torch.Tensor],
+) -> None:
+    """As the published models do; transformers' cache then counts no tokens. Longer than a block of transformers'."""
+    fields = {**HYBRIDS["minimax"][1], "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+    model = tiny("minimax", block_size=16, max_position_embeddings=512, **fields)
+    assert model.fused is not None
+    sequence = np.random.default_rng(3).integers(0, model.vocab_size, 300)
+    want = eager_logits(model, sequence)
+    for schedule in ([[300]], [[128], [130], [1], [41]]):
+        apart = (paged_logits(model, [sequence], schedule)[0] - want).abs().amax(1) / want.abs().max()
+        assert int((apart > ROUNDING).sum()) <= MAGNIFIED_SHARE * len(apart) and float(apart.max()) <= MAGNIFIED
+
+
 @pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite", "recurrent_gemma"])
 def test_greedy_tokens_are_those_of_generate(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
