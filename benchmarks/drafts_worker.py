@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import kvforge.worker.__main__ as worker_main
+from kvforge.worker.wanted import AHEAD
 
 FIRST_SEED = 1 << 52
 LIFT = 24.0  # above the spread of the logits of dummy weights
@@ -47,7 +48,7 @@ def replay(answers: np.ndarray[Any, np.dtype[np.int64]]) -> None:
         recorded, (_, seeds, generated, _) = on_device[logits.device], state
         number = seeds[slots] - FIRST_SEED
         known = (number >= 0) & (number < recorded.shape[0])
-        place = generated[slots].clamp(0, recorded.shape[1] - 1)
+        place = (generated[slots] + (wanted - AHEAD).clamp(min=0)).clamp(0, recorded.shape[1] - 1)
         tokens = recorded[number.clamp(0, recorded.shape[0] - 1), place]
         # A copy: rows with drafts are sampled again from the logits that a graph leaves.
         lifted = logits.scatter_add(1, tokens[:, None], known[:, None].to(logits.dtype) * LIFT)

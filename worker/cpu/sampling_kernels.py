@@ -37,6 +37,7 @@ from kvforge.worker.random_constants import (
     SPLITMIX_GAMMA,
     SPLITMIX_MULTIPLIERS,
 )
+from kvforge.worker.wanted import ADVANCES, AHEAD
 
 FINITE = 1  # as in sampler.py
 BLOCK = 1024  # numbers summed in float32 before they are added in float64
@@ -228,7 +229,8 @@ def choose(arguments):
             token += 1
         temperature = read_double(values + 8 * columns * slot)
         if finite and temperature > 0:
-            state = random_state(read_integer(seeds + 8 * slot), read_integer(generated + 8 * slot))
+            position = read_integer(generated + 8 * slot) + max(read_integer(wanted + 8 * row) - AHEAD, 0)
+            state = random_state(read_integer(seeds + 8 * slot), position)
             if masks != 0:
                 token = drawn_allowed(here, vocab, token, temperature, state, mask)
             else:
@@ -237,6 +239,6 @@ def choose(arguments):
         write_integer32(packed + 4 * row, np.int32(token))
         write_float(packed + 4 * (rows + row), F(float(read_float(here + 4 * token)) - float(peak) - weight))
         write_integer32(packed + 4 * (2 * rows + row), np.int32(FINITE if finite else 0))
-        if finite and read_integer(wanted + 8 * row) != 0:
+        if finite and read_integer(wanted + 8 * row) == ADVANCES:
             write_integer(last_token + 8 * slot, token)
             write_integer(generated + 8 * slot, read_integer(generated + 8 * slot) + 1)

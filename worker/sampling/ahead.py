@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array
 
+UNDRAFTED = -1  # a row of a request without drafts, in place of its offset
 BoolArray = npt.NDArray[np.bool_]
 
 

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker import wanted as row_modes
 from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
@@ -21,6 +22,8 @@ DRAW_TILE = 1024  # numbers in flight if it draws, which needs more registers
 WARPS = 8
 FEED_ROWS = 128
 
+ADVANCES: tl.constexpr = tl.constexpr(row_modes.ADVANCES)
+AHEAD: tl.constexpr = tl.constexpr(row_modes.AHEAD)
 PHILOX_ROUNDS: tl.constexpr = tl.constexpr(10)
 PHILOX_0: tl.constexpr = tl.constexpr(0xD2511F53)
 PHILOX_1: tl.constexpr = tl.constexpr(0xCD9E8D57)
@@ -133,10 +136,11 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 # Each program loads one slot, at any alignment; masks may have any width.
-@triton.jit(do_not_specialize=["masks_stride"], do_not_specialize_on_alignment=["slots", "masks"])
+@triton.jit(do_not_specialize=["masks_stride"], do_not_specialize_on_alignment=["slots", "wanted", "masks"])
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits,
     slots,
+    wanted,
     values,
     seeds,
     generated,
@@ -155,10 +159,10 @@ def scan_kernel(  # type: ignore[no-untyped-def]
 ):
     """Scan one piece of each row. Grid: [rows, pieces].
 
-    logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
-    key of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the
-    sum of exp(logit - greatest), NaN if a logit is not finite. masks: [rows, any] int32 if MASKED, a bit for each
-    token; they limit the best token, not the sum.
+    logits: [rows, vocab] float32. slots, wanted: [rows] int64, see `choose_tokens`. values, seeds, generated: by slot.
+    keys: [rows, pieces] float64, key of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32:
+    the greatest logit, and the sum of exp(logit - greatest), NaN if a logit is not finite. masks: [rows, any] int32 if
+    MASKED, a bit for each token; they limit the best token, not the sum.
     """
     let_next_start(OVERLAP)
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -167,7 +171,8 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     temperature = tl.load(values + slot * values_stride)
     numbers, mask, begin = logits + row * logits_stride, masks + row * masks_stride, piece * PIECE
     if temperature > 0.0:
-        state = _philox_state(tl.load(seeds + slot).to(tl.uint64), tl.load(generated + slot).to(tl.uint64))
+        position = tl.load(generated + slot) + tl.maximum(tl.load(wanted + row) - AHEAD, 0)
+        state = _philox_state(tl.load(seeds + slot).to(tl.uint64), position.to(tl.uint64))
         best, token, greatest, total = _scan(
             numbers, begin, vocab, state, temperature, mask, PIECE, DRAW_TILE, True, MASKED
         )
@@ -199,7 +204,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 ):
     """Merge the pieces of each row. Grid: [rows].
 
-    wanted: [rows] int64. packed: [3, rows] int32, see `sampler.SampledRows.packed`. PIECES: `pieces` rounded up to a
+    packed: [3, rows] int32, see `sampler.SampledRows.packed`. PIECES: `pieces` rounded up to a
     power of two. The rest: see `scan_kernel`.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -222,7 +227,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(packed + row, chosen)
     tl.store(packed + rows + row, (logit.to(tl.float64) - normaliser).to(tl.float32).to(tl.int32, bitcast=True))
     tl.store(packed + 2 * rows + row, finite.to(tl.int32))
-    if finite & (tl.load(wanted + row) != 0):
+    if finite & (tl.load(wanted + row) == ADVANCES):
         slot = tl.load(slots + row)
         tl.store(last_token + slot, chosen.to(tl.int64))
         tl.store(generated + slot, tl.load(generated + slot) + 1)
@@ -262,12 +267,12 @@ def choose_tokens(
     overlap: bool = False,
     masks: torch.Tensor | None = None,
 ) -> None:
-    """Sample a token for each row, and advance the slots of the `wanted` rows.
+    """Sample a token for each row, and advance the slots of rows that are wanted and behind no draft.
 
     Args:
         logits: [rows, vocab] float32 on the device.
         slots: [rows] int64 on the device.
-        wanted: [rows] int64 on the device.
+        wanted: [rows] int64 on the device, see `SamplingState.sample_simple`.
         values: [slots, any] float64; the first column is the temperature.
         seeds: [slots] int64.
         generated: [slots] int64, updated.
@@ -286,6 +291,7 @@ def choose_tokens(
     scan_kernel[(rows, pieces)](
         logits,
         slots,
+        wanted,
         values,
         seeds,
         generated,

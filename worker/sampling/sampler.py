@@ -25,6 +25,7 @@ import torch
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, SamplingParams
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.targets import current_target
+from kvforge.worker.wanted import ADVANCES, AHEAD
 
 from .ahead import AheadRows
 from .draws import signed, uniforms
@@ -316,8 +317,9 @@ class SamplingState:
 
         Args:
             logits: [n, vocab] float32 on the device.
-            slots: [n] int64 on the device; only slot `slots_max` may occur twice.
-            wanted: [n] int64 on the device; 0: do not advance the slot.
+            slots: [n] int64 on the device. Rows that advance a slot are its only ones; slot `slots_max` is padding.
+            wanted: [n] int64 on the device; ADVANCES, or AHEAD + the drafts that the row is behind, or 0. Only
+                ADVANCES advances the slot.
             packed: [3 * n] int32 on the device, receives the result in the format of `SampledRows.packed`.
             masks: As in `sample`.
         """
@@ -329,15 +331,13 @@ class SamplingState:
         scores = logits if masks is None else logits.masked_fill(~unpacked(masks, logits.shape[1]), -torch.inf)
         tokens = torch.argmax(scores, dim=-1)
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - log_normaliser(logits)).float()
-        self.move(slots, tokens, finite & (wanted != 0))
+        self.move(slots, tokens, finite & (wanted == ADVANCES))
         packed.copy_(SampledRows(tokens, logprobs, finite, None, None).packed())
 
     def sample_ahead(
         self, logits: torch.Tensor, ahead: AheadRows, packed: torch.Tensor, masks: torch.Tensor | None = None
     ) -> None:
         """Do what `sample_simple` does for rows behind drafts, with kernels: no slot advances until `advance`.
-
-        Each row gets a slot of its own in a scratch state.
 
         Args:
             logits: [n, vocab] float32 on the device.
@@ -346,10 +346,8 @@ class SamplingState:
             masks: As in `sample`.
         """
         assert self.splits, "only kernels sample by another path than `sample`"
-        slots = self._device.upload(ahead.slots.astype(np.int64))
-        own = torch.arange(len(ahead), device=slots.device)
-        scratch = (self.values[slots], self.seed[slots], self._positions(slots, ahead), torch.zeros_like(own))
-        self._choose_by_kernels(logits, own, torch.ones_like(own), scratch, packed, masks)
+        slots, wanted = self._device.upload(np.stack([ahead.slots, AHEAD + ahead.offsets]).astype(np.int64))
+        self.sample_simple(logits, slots, wanted, packed, masks)
 
     def advance(self, slots: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]) -> None:
         """Advance slots by the accepted tokens of rows that sampled ahead.
@@ -361,12 +359,12 @@ class SamplingState:
         Raises:
             RuntimeError: torch failed.
         """
-        upload = self._device.upload
+        upload = self._device.upload  # once for all three: the next step waits for this
         last = np.append(slots[1:] != slots[:-1], True)
         counts = np.diff(np.append(-1, np.flatnonzero(last)))
-        on_device = upload(slots[last].astype(np.int64))
-        self.last_token[on_device] = upload(tokens[last].astype(np.int64))
-        self.generated[on_device] += upload(counts.astype(np.int64))
+        on_device, tokens_on_device, more = upload(np.stack([slots[last], tokens[last], counts]).astype(np.int64))
+        self.last_token[on_device] = tokens_on_device
+        self.generated.index_add_(0, on_device, more)
         self.counts.add_accepted(slots, tokens)
 
     def _positions(self, slots: torch.Tensor, ahead: AheadRows | None) -> torch.Tensor:

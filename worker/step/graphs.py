@@ -34,14 +34,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvforge.protocol.messages import Int32Array
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import Captured
 from kvforge.worker.device.queue import DeviceEvent, HostBuffer
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.ahead import UNDRAFTED, AheadRows
 from kvforge.worker.sampling.sampler import SamplingState
+from kvforge.worker.wanted import ADVANCES, AHEAD
 
-from .checks import BoolArray, Rows
+from .checks import Rows
 from .pending import Sampled
 
 ROWS_MAX = 512  # larger batches keep the device busy without graphs
@@ -69,12 +72,12 @@ class Launched:
     """A decode step that was queued.
 
     Attributes:
-        sampled: Tokens of the rows that the graph sampled; None if it sampled none.
+        sampled: Tokens of the rows that the graph sampled, those of requests with drafts apart.
         others: [n] int64, rows that are still to be sampled.
         busy: Device events before and after the graph.
     """
 
-    sampled: Sampled | None
+    sampled: list[Sampled]
     others: npt.NDArray[np.int64]
     busy: tuple[DeviceEvent, DeviceEvent]
 
@@ -207,13 +210,13 @@ class DecodeGraphs:
         held = [size for size in self._buckets if size >= rows]
         return self._buckets[min(held)] if held else None
 
-    def launch(self, rows: Rows, ahead: BoolArray | None = None) -> Launched:
+    def launch(self, rows: Rows, behind: Int32Array | None = None) -> Launched:
         """Queue a step that `can_run` accepted.
 
         Args:
             rows: The rows.
-            ahead: [rows] bool, rows that sample behind drafts: the graph leaves their logits and advances no slot.
-                None: none does.
+            behind: [rows] int32, how many drafts each row of a request with drafts is behind, UNDRAFTED for others.
+                The graph advances no slot of such a request. None: no request has drafts.
 
         Raises:
             RuntimeError: torch failed to replay the graph.
@@ -224,19 +227,25 @@ class DecodeGraphs:
         if self._gains_from_sharing(rows):
             bucket = self._sharing_bucket(bucket)
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
-        if ahead is not None:
-            simple &= ~ahead
-            rows = replace(rows, slots=np.where(ahead, np.int32(self._state.slots_max), rows.slots))
-        self._fill(bucket, rows, simple)
+        drafted = np.zeros(count, np.bool_) if behind is None else behind != UNDRAFTED
+        wanted = np.where(simple, ADVANCES, 0)
+        if behind is not None:
+            wanted = np.where(simple & drafted, AHEAD + behind, wanted)
+        self._fill(bucket, rows, wanted)
         begin = DeviceEvent(device, timed=True)
         bucket.captured.replay()
         self._logits = bucket.logits()
         busy = (begin, DeviceEvent(device, timed=True))
-        chosen = np.flatnonzero(simple)
-        sampled = None
-        if len(chosen):
-            fetched = self._landing.fetch(bucket.results)
-            sampled = Sampled(rows.slots[chosen], fetched, np.zeros(len(chosen), np.int32), bucket.rows, chosen)
+        fetched = self._landing.fetch(bucket.results) if simple.any() else None
+        sampled: list[Sampled] = []
+        for chosen in (np.flatnonzero(simple & ~drafted), np.flatnonzero(simple & drafted)):
+            if fetched is None or not len(chosen):
+                continue
+            slots, none = rows.slots[chosen], np.zeros(len(chosen), np.int32)
+            ahead = None
+            if behind is not None and drafted[chosen[0]]:
+                ahead = AheadRows(slots, behind[chosen], rows.tokens[chosen])
+            sampled.append(Sampled(slots, fetched, none, bucket.rows, chosen, ahead))
         return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy)
 
     def _gains_from_sharing(self, rows: Rows) -> bool:
@@ -338,15 +347,15 @@ class DecodeGraphs:
         nothing = np.zeros(0, np.int32)
         none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32), np.zeros(0, np.bool_))
         bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
-        self._fill(bucket, none, np.zeros(0, np.bool_))  # padding rows only: the trial run writes to no live slot
+        self._fill(bucket, none, nothing)  # padding rows only: the trial run writes to no live slot
         captured = device.capture(run, self.memory)
         # The logits lie last in the graph's memory: the next graph may reuse the place, no later part of this graph
         # does.
         left[:] = [device.alias(left[0])]
         return replace(bucket, captured=captured)
 
-    def _fill(self, bucket: _Bucket, rows: Rows, wanted: npt.NDArray[np.bool_]) -> None:
-        """Queue the copies of the graph's inputs. wanted: [rows] bool, the rows that the graph samples."""
+    def _fill(self, bucket: _Bucket, rows: Rows, wanted: npt.NDArray[np.integer]) -> None:
+        """Queue the copies of the graph's inputs. wanted: [rows], see `SamplingState.sample_simple`."""
         count = len(rows)
         packed = np.zeros((INPUTS, bucket.rows), np.int32)
         packed[1, count:] = self._state.slots_max

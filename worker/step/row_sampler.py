@@ -13,7 +13,7 @@ import torch
 from kvforge.protocol.messages import Int32Array
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.queue import AsyncCopy
-from kvforge.worker.sampling.ahead import AheadRows
+from kvforge.worker.sampling.ahead import UNDRAFTED, AheadRows
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
 
 from .checks import BoolArray, Rows
@@ -42,9 +42,15 @@ def sampling_rows(rows: Rows) -> tuple[Int32Array, AheadRows | None, BoolArray]:
     return slots, AheadRows(slots[drafted], offsets.astype(np.int32), tokens), drafted
 
 
-def drafted_places(rows: Rows) -> BoolArray | None:
-    """Return which tokens are of rows with drafts, [sum(counts)] bool; None for none."""
-    return None if rows.drafts is None else np.repeat(rows.drafts > 0, rows.counts)
+def drafts_before(rows: Rows) -> Int32Array | None:
+    """Return how many drafts each token is behind, [sum(counts)] int32; UNDRAFTED in rows without drafts.
+
+    None: no row has drafts.
+    """
+    if rows.drafts is None:
+        return None
+    places = np.arange(len(rows.tokens)) - np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)
+    return np.where(np.repeat(rows.drafts > 0, rows.counts), places, UNDRAFTED).astype(np.int32)
 
 
 class RowSampler:
@@ -77,8 +83,7 @@ class RowSampler:
             places: [n] int64, the places of theirs among the step's tokens; all tokens of rows with drafts.
             pending: The step.
         """
-        drafted = drafted_places(rows)
-        if drafted is None:
+        if rows.drafts is None:
             self.sample(logits, rows.slots[places], pending)
             return
         of = np.repeat(np.arange(len(rows)), rows.counts)[places]

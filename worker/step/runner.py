@@ -53,7 +53,7 @@ from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blo
 from .meter import Meter
 from .pending import PendingStep, StepOutcome, joined
 from .prompt_graphs import PromptGraphs, can_capture
-from .row_sampler import RowSampler, drafted_places
+from .row_sampler import RowSampler, drafts_before
 from .row_start_checks import Histories, problem_of, split_history
 from .shaping import GrammarMasks
 from .token_kinds import split_by_kind, split_drafts, split_marks, split_passes
@@ -414,13 +414,12 @@ class ModelRunner:
             self._queue_pass(rows, pending)
             return
         try:
-            launched = self.graphs.launch(single, drafted_places(rows))
+            launched = self.graphs.launch(single, drafts_before(rows))
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
             self._fail_graph(error, "a decode graph", rows, pending)
             return
         pending.busy = launched.busy
-        if launched.sampled is not None:
-            pending.sampled.append(launched.sampled)
+        pending.sampled += launched.sampled
         if len(launched.others):
             self._sampler.sample_others(self.graphs.logits_of(launched.others), rows, launched.others, pending)
 

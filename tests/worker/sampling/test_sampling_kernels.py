@@ -12,6 +12,7 @@ import torch
 from kvforge.protocol.messages import RowStart, SamplingParams
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.sampling.sampler import HostRows, SamplingState
+from kvforge.worker.wanted import ADVANCES, AHEAD
 
 pytest.importorskip("triton")
 
@@ -87,6 +88,18 @@ def test_the_kernels_choose_what_torch_chooses(vocab: int, device: Device) -> No
         assert got.logprobs == pytest.approx(want.logprobs, abs=2e-6)
     assert kernel.last_token.tolist() == torch_state.last_token.tolist()
     assert kernel.generated.tolist() == torch_state.generated.tolist() == [6] * ROWS + [0]
+
+
+def test_rows_behind_drafts_sample_at_their_place_and_advance_nothing(device: Device) -> None:
+    """Two slots, three rows each: as if the slot had advanced by 0, 1 and 2 tokens."""
+    kernel, one_by_one = states(device, 97, [1.0, 0.7, *[0.0] * (ROWS - 2)])
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 1, (6, 97)).astype(np.float32)).to(device.torch_device)
+    got = fused(kernel, logits, [1, 1, 1, 0, 0, 0], [AHEAD, AHEAD + 1, AHEAD + 2] * 2)
+    want = [fused(one_by_one, logits[row : row + 1], [int(row < 3)], [ADVANCES]) for row in range(6)]
+    assert got.tokens.tolist() == [int(each.tokens[0]) for each in want]
+    assert got.logprobs.tolist() == [float(each.logprobs[0]) for each in want]
+    assert kernel.generated.tolist() == [3] * ROWS + [0] and (kernel.last_token < 0).all()
+    assert one_by_one.generated.tolist() == [6, 6, *[3] * (ROWS - 2), 0]
 
 
 def test_the_lowest_id_wins_a_tie(device: Device) -> None:

@@ -21,6 +21,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_checks import drafts_possible
 from kvforge.worker.step.runner import ModelRunner, PendingStep, StepOutcome
+from kvforge.worker.wanted import ADVANCES, AHEAD
 from tests.worker.characters import write_characters
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
@@ -474,20 +475,22 @@ def test_a_cache_that_takes_nothing_back_has_no_drafts(tiny: Callable[..., Loade
     assert drafts_possible(tiny("llama"), 8) == 7
 
 
-def test_rows_with_drafts_take_the_padding_slot_in_a_graph(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler of a graph may see only that slot twice."""
-    bench, answers = Drafting(model, graphs=True), answers_of([GREEDY, SAMPLED])
+def test_a_graph_samples_behind_drafts(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of one request, which advance no slot, beside one of another; nothing is left to sample."""
+    bench, answers = Drafting(model, graphs=True), answers_of([GREEDY, SAMPLINGS["sampled"]])
     bench.begin(answers)
     graphs = bench.runner.graphs
     assert graphs is not None
-    padding, fill, seen = graphs._state.slots_max, graphs._fill, list[list[int]]()
+    fill, seen, left = graphs._fill, list[tuple[list[int], list[int]]](), list[object]()
 
     def observed(bucket: Any, rows: Any, wanted: Any) -> None:
         if len(rows):  # a capture fills in none
-            seen.append(rows.slots.tolist())
+            seen.append((rows.slots.tolist(), wanted.tolist()))
         fill(bucket, rows, wanted)
 
     monkeypatch.setattr(graphs, "_fill", observed)
+    monkeypatch.setattr(bench.runner._sampler, "sample_others", lambda *arguments: left.append(arguments))
     bench.run([bench.row(answers[0], [3, 4]), bench.row(answers[1], [])])
-    assert seen == [[padding, padding, padding, 1]]
+    assert seen == [([0, 0, 0, 1], [AHEAD, AHEAD + 1, AHEAD + 2, ADVANCES])]
+    assert not left
     bench.close()
