@@ -135,11 +135,10 @@ class SavedRequest(Saved):
     ahead: bool = False
     pins: tuple[tuple[int, int], ...] = ()
     pinned: tuple[int, ...] = ()
-    draft_size: int = 0
-    draft_pause: int = 0
-    drafts_from: int = 0
     disk_until_us: int = -1
+    draft_count: int = 0
     draft_chance: int = 512
+    draft_later: int = 512
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -165,26 +165,18 @@ def test_a_tenant_pays_for_each_accepted_token_and_for_no_rejected_one() -> None
     assert services[0] == services[1] == services[2] > 0
 
 
-def test_a_request_drafts_less_where_drafts_are_rejected_and_more_where_all_are_accepted() -> None:
-    driver, worker = drafting(wrong=0, drafts_max=4, block_size=64, blocks_per_sequence_max=4)
-    request = driver.submit(PROMPT, 60)
+@pytest.mark.parametrize(("wrong", "chances"), [(0, (0, 512)), (2, (1000, 540)), (-1, (1000, 1000))])
+def test_a_request_learns_whether_its_first_draft_and_those_behind_it_are_accepted(
+    wrong: int, chances: tuple[int, int]
+) -> None:
+    """None is, the first two of eight are, and all are."""
+    driver, worker = drafting(wrong=wrong, block_size=64, blocks_per_sequence_max=8)
+    request = driver.submit(PROMPT, 400)
     driver.run_until_idle()
-    assert max(drafted(worker)) == 4
-    # 4 drafts, then 1 behind pauses of 1, 2, 4, 8, 16 tokens
-    assert [each for each in drafted(worker) if each] == [4, 1, 1, 1, 1, 1]
-    assert state_of(driver, request).draft_pause == 32
-    worker.wrong = -1
-    more = driver.submit([*PROMPT, 1], 60)
-    driver.run_until_idle()
-    assert state_of(driver, more).accepted_tokens == state_of(driver, more).drafted_tokens > 40
-    assert driver.answer_of(more) == continuation([*PROMPT, 1], 60)
-
-
-def test_a_rejection_sets_the_drafts_to_one_more_than_were_accepted() -> None:
-    driver, worker = drafting(wrong=2, block_size=64, blocks_per_sequence_max=4)
-    driver.submit(PROMPT, 12)
-    driver.run_until_idle()
-    assert [each for each in drafted(worker) if each][:3] == [8, 3, 3]
+    found = state_of(driver, request)
+    assert (found.draft_chance, found.draft_later) == pytest.approx(chances, abs=32)
+    assert max(drafted(worker)) == 8, "no step took any time: all proposals are verified"
+    assert driver.answer_of(request) == continuation(PROMPT, 400)
 
 
 def test_many_rows_leave_no_room_for_drafts_and_overlap_their_steps() -> None:
@@ -402,10 +394,10 @@ def test_what_was_drafted_and_accepted_is_counted_and_explained() -> None:
     while not worker.steps or not worker.steps[-1].drafts.size or worker.inbox:
         driver.step()
     facts = driver.explain(request_id=request).facts
-    assert (facts["drafted_tokens"], facts["accepted_tokens"], facts["drafts"]) == (8, 2, 3)
+    assert (facts["drafted_tokens"], facts["accepted_tokens"], facts["drafts"]) == (8, 2, 8)
     assert (
-        "2 of 8 drafted tokens were accepted; its next step has at most 3"
-        in driver.explain(request_id=request).sentences
+        "2 of 8 drafted tokens were accepted; its last step with drafts had 8, the next draft has a chance of 56 %, "
+        "and one behind an accepted draft of 50 %" in driver.explain(request_id=request).sentences
     )
     driver.run_until_idle()
     found = state_of(driver, request)

@@ -87,8 +87,8 @@ def rejected_drafts_charged() -> list[Patch]:
     """A tenant pays for every draft of its requests."""
     real = Drafts.learn
 
-    def learn(self: Drafts, group: Group, request: Any, length: int, drafted: int, accepted: int) -> None:
-        real(self, group, request, length, drafted, accepted)
+    def learn(self: Drafts, group: Group, request: Any, drafted: int, accepted: int) -> None:
+        real(self, group, request, drafted, accepted)
         self._cache.tenants.service[request.tenant] += (drafted - accepted) / self._cache.tenants.weight[request.tenant]
 
     return [(Drafts, "learn", learn)]
@@ -99,8 +99,8 @@ def accepted_drafts_charged_twice() -> list[Patch]:
     """An accepted draft is charged as a token and again as a draft."""
     real = Drafts.learn
 
-    def learn(self: Drafts, group: Group, request: Any, length: int, drafted: int, accepted: int) -> None:
-        real(self, group, request, length, drafted, accepted)
+    def learn(self: Drafts, group: Group, request: Any, drafted: int, accepted: int) -> None:
+        real(self, group, request, drafted, accepted)
         self._cache.tenants.service[request.tenant] += accepted / self._cache.tenants.weight[request.tenant]
 
     return [(Drafts, "learn", learn)]

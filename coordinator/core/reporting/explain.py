@@ -18,6 +18,7 @@ from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
+from ..scheduling.draft_choice import CERTAIN
 from ..waits import DISK, GRAMMAR, HOST, SIBLING, Wait
 from .spent import duration, where_time_went
 from .statistics import live_tokens
@@ -371,7 +372,15 @@ def _drafts(request: Request) -> list[str]:
     """Return a sentence about what was drafted for a request, if anything was."""
     if not request.drafted_tokens:
         return []
-    now = "" if request.ended else f"; its next step has at most {request.draft_size}"
+    first, later = (100 * chance // CERTAIN for chance in (request.draft_chance, request.draft_later))
+    now = (
+        ""
+        if request.ended
+        else (
+            f"; its last step with drafts had {request.draft_count}, the next draft has a chance of {first} %, "
+            f"and one behind an accepted draft of {later} %"
+        )
+    )
     return [f"{request.accepted_tokens} of {request.drafted_tokens} drafted tokens were accepted{now}"]
 
 
@@ -379,4 +388,4 @@ def _draft_facts(request: Request) -> Facts:
     if not request.drafted_tokens:
         return {}
     facts: Facts = {"drafted_tokens": request.drafted_tokens, "accepted_tokens": request.accepted_tokens}
-    return facts if request.ended else facts | {"drafts": request.draft_size}
+    return facts if request.ended else facts | {"drafts": request.draft_count}

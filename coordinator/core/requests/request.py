@@ -79,10 +79,9 @@ class Request:
         kept_id: The sequence that was kept at its end.
         pins: Leading parts of its prompt to pin, as in `Submit`.
         pinned: How many tokens of each are pinned; empty before its first token.
-        draft_size: How many drafts its next step verifies at most; 0: no result has said.
-        draft_pause: For how many tokens it ignored proposals when no draft was accepted, 0 since one was.
-        drafts_from: The length of its sequence from which on it takes proposals.
+        draft_count: How many drafts its last step with drafts verified.
         draft_chance: The chance that its next draft is accepted, in 1 / 1024; see `scheduling.draft_choice`.
+        draft_later: The chance of a draft behind an accepted one, likewise.
         drafted_tokens: Drafts that were verified for it.
         accepted_tokens: Drafts that became tokens.
         ahead: It computes its prompt for later requests, and gives way to all others.
@@ -128,10 +127,9 @@ class Request:
     computed: int = 0
     redone_tokens: int = 0
     returns: Return | None = None
-    draft_size: int = 0
-    draft_pause: int = 0
-    drafts_from: int = 0
+    draft_count: int = 0
     draft_chance: int = 512
+    draft_later: int = 512
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     admitted_order: int = 0

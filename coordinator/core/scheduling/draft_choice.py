@@ -1,16 +1,20 @@
 """How many drafts a step verifies: as many as make its time per token shortest, by what earlier steps took.
 
-A draft adds a row to a step, and a token with the chance that it and those before it are accepted. Until steps with
-drafts and without were measured, a row gets one draft.
+A draft adds a row to a step, and a token with the chance that it and those before it are accepted. A request has two
+chances, learned from its results: that its first draft is accepted, and that one behind an accepted draft is. Where
+answers repeat a text, runs of accepted drafts are long, and whether a run goes on is another question than whether one
+begins. Until steps with drafts and without were measured, a row gets one draft.
 
-Where no number of drafts pays, the group takes no proposals for a number of steps that doubles each time. The step
-after them has one draft of each row again, so that costs and chances are known anew. Where drafts pay, one step of 32
-has none, for the same reason.
+Where no number of drafts pays, the group takes no proposals for a number of steps that doubles each time, as long as
+such trials take more than 1 / TRIALS of the time. The step after them has one draft of each row again, so that costs
+and chances are known anew. Where drafts pay, one step of 32 has none, and one has a draft of each row that proposes
+any, for the same reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ..cache.groups import Group
 from ..cache.row_costs import RowCosts
@@ -18,30 +22,46 @@ from ..cache.row_costs import RowCosts
 CERTAIN = 1 << 10  # the chance of a token that is accepted always
 CHANCE_FIRST = CERTAIN // 2  # of a request without a result
 CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each result
-WAIT_FIRST, WAIT_MAX = 16, 1024  # steps without drafts
+WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
+TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
 MARGIN = 16  # drafts must gain 1 / MARGIN: chances and costs are estimates
 
 
-def learned(chance: int, drafted: int, accepted: int) -> int:
-    """Return the chance that a request's next draft is accepted, if the one before it is.
+class Chances(NamedTuple):
+    """The chances of a request's drafts, in 1 / CERTAIN.
 
-    Args:
-        chance: What it was.
-        drafted: How many drafts were verified.
-        accepted: How many of these became tokens.
+    Attributes:
+        first: That the first draft of a step is accepted.
+        later: That a draft behind an accepted one is.
     """
-    tried = accepted + (accepted < drafted)
-    return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * accepted // tried) // CHANCE_OF
+
+    first: int
+    later: int
+
+    def learned(self, drafted: int, accepted: int) -> Chances:
+        """Return the chances after a result.
+
+        Args:
+            drafted: How many drafts were verified, at least 1.
+            accepted: How many of these became tokens.
+        """
+        first = _kept(self.first, min(accepted, 1), 1)
+        if drafted == 1 or not accepted:
+            return Chances(first, self.later)
+        return Chances(first, _kept(self.later, accepted - 1, min(accepted, drafted - 1)))
+
+    def of(self, drafts: int) -> list[int]:
+        """Return the chance of each of so many drafts to become a token."""
+        found, each = [], self.first
+        for _ in range(drafts):
+            found.append(each)
+            each = each * self.later // CERTAIN
+        return found
 
 
-def chances_of(chance: int, drafts: int) -> list[int]:
-    """Return the chance of each of a request's drafts to become a token."""
-    found, each = [], CERTAIN
-    for _ in range(drafts):
-        each = each * chance // CERTAIN
-        found.append(each)
-    return found
+def _kept(chance: int, good: int, tried: int) -> int:
+    return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
 
 
 def best(costs: RowCosts, rows: int, chances: Sequence[int]) -> int:
@@ -62,16 +82,16 @@ def best(costs: RowCosts, rows: int, chances: Sequence[int]) -> int:
     return count
 
 
-def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, int]) -> dict[int, int]:
+def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> dict[int, int]:
     """Return how many drafts of each slot a step verifies, and decide when the group takes proposals again.
 
     Args:
         group: The group.
         rows: Rows of the step.
         wanted: How many drafts of each slot it has room for.
-        chances: The chance of each slot's next draft.
+        chances: The chances of each slot's drafts.
     """
-    each = [(chance, slot) for slot, most in wanted.items() for chance in chances_of(chances[slot], most)]
+    each = [(chance, slot) for slot, most in wanted.items() for chance in chances[slot].of(most)]
     each.sort(key=lambda draft: -draft[0])
     costs, is_trial = group.row_costs, group.drafts_from > 0
     group.drafts_from = 0
@@ -85,9 +105,18 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
         count = len(wanted)
     else:
         count = best(costs, rows, [chance for chance, _ in each])
-        group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, WAIT_MAX)
+        group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, _longest_wait(costs, rows, wanted))
         group.drafts_from = 0 if count else group.next_step + group.draft_wait
     found: dict[int, int] = {}
     for _, slot in each[:count]:
         found[slot] = found.get(slot, 0) + 1
+    if count and group.next_step % PLAIN_EVERY == PLAIN_EVERY // 2:
+        found |= dict.fromkeys(wanted.keys() - found.keys(), 1)
     return found
+
+
+def _longest_wait(costs: RowCosts, rows: int, wanted: Mapping[int, int]) -> int:
+    """Return for how many steps to wait at most until one draft of each row is tried again."""
+    without = costs.of(rows)
+    more = max(0, costs.of(rows, len(wanted)) - without)
+    return min(max(WAIT_FIRST, TRIALS * more // without), WAIT_MAX)

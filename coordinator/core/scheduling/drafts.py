@@ -8,9 +8,7 @@ A row with k drafts computes 1 + k tokens, at most to the end of the blocks that
 reserve no block and give none back. Its result has 1 to 1 + k tokens. What is computed then ends at the last token,
 so that the KV of a rejected draft is never indexed, and a later step overwrites it.
 
-Each request has its own number of drafts. Acceptance of all doubles it, and a rejection sets it to one more than was
-accepted. Where none was accepted, the request ignores proposals for a number of tokens that doubles each time. Within
-these bounds a step has as many drafts as pay (`draft_choice`).
+A step has as many drafts as pay, by each request's own chances (`draft_choice`).
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from .rows import RunningRows
 
 ChosenDrafts = Mapping[int, tuple[int, ...]]  # by slot
 NO_DRAFTS: ChosenDrafts = {}
-PAUSE_TOKENS_MAX = 256
 
 
 class Drafts:
@@ -110,11 +107,8 @@ class Drafts:
     def _wanted(self, group: Group, slot: int) -> int:
         """Return how many drafts of a row may be verified next; 0 or less for none."""
         s = self._cache.sequences
-        request, length = self._requests.live[int(s.request[slot])], int(s.length[slot])
-        if length < request.drafts_from:
-            return 0
-        most = min(self.most(group), request.draft_size or self._most)
-        return min(most, int(self._rows.limit[slot]) - length - int(s.pending[slot]) - 1)
+        left = int(self._rows.limit[slot]) - int(s.length[slot]) - int(s.pending[slot])
+        return min(self.most(group), left - 1)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
@@ -124,7 +118,7 @@ class Drafts:
             decodes: Rows with room for one more token, [n].
             prefilling: The step may have prompt tokens too, and at least half of what decodes leave is theirs.
         """
-        s, wanted, chances = self._cache.sequences, dict[int, int](), dict[int, int]()
+        s, wanted, chances = self._cache.sequences, dict[int, int](), dict[int, draft_choice.Chances]()
         proposed = [slot for slot in decodes.tolist() if slot in group.proposals]
         room = self._room(group)
         if prefilling:
@@ -135,19 +129,19 @@ class Drafts:
             inside = int(s.used[slot]) * s.block_size - length - 1
             count = min(room // len(proposed), inside, self._wanted(group, slot), len(group.proposals[slot]))
             if count > 0:
-                wanted[slot], chances[slot] = count, self._requests.live[int(s.request[slot])].draft_chance
+                request = self._requests.live[int(s.request[slot])]
+                wanted[slot], chances[slot] = count, draft_choice.Chances(request.draft_chance, request.draft_later)
         counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
         chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items()}
         group.proposals.clear()
         return chosen
 
-    def learn(self, group: Group, request: Request, length: int, drafted: int, accepted: int) -> None:
-        """Adapt a request's number of drafts to a result.
+    def learn(self, group: Group, request: Request, drafted: int, accepted: int) -> None:
+        """Adapt a request's chances to a result.
 
         Args:
             group: The group.
             request: The request.
-            length: The length of its sequence after the result.
             drafted: How many drafts were verified.
             accepted: How many became tokens.
         """
@@ -158,16 +152,9 @@ class Drafts:
         self._requests.accepted_drafts_total += accepted
         group.drafted_total += drafted
         group.accepted_total += accepted
-        request.draft_chance = draft_choice.learned(request.draft_chance, drafted, accepted)
-        if accepted == drafted:
-            request.draft_size = min(2 * max(request.draft_size, drafted), self._most or drafted)
-        else:
-            request.draft_size = accepted + 1
-        if accepted:
-            request.draft_pause = 0
-        else:
-            request.draft_pause = min(2 * request.draft_pause or 1, PAUSE_TOKENS_MAX)
-            request.drafts_from = length + request.draft_pause
+        chances = draft_choice.Chances(request.draft_chance, request.draft_later)
+        request.draft_chance, request.draft_later = chances.learned(drafted, accepted)
+        request.draft_count = drafted
 
 
 def history_sizes(sampling: SamplingParams, prompt: int, answer: int, drafts: int) -> tuple[int, int]:

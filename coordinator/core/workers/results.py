@@ -410,7 +410,7 @@ class StepResults:
         group.sampled_rows = None  # it has the rows of the last place alone
         for slot, accepted in zip(verified.tolist(), (s.length[verified] - first).tolist(), strict=True):
             request = self._requests.live[int(s.request[slot])]
-            self._admission.drafts.learn(group, request, int(s.length[slot]), drafted[slot], accepted)
+            self._admission.drafts.learn(group, request, drafted[slot], accepted)
         return np.array([last[slot] for slot in rows.tolist()], np.int32)
 
     def _sampled(self, rows: Slots) -> SampledRows:
