@@ -109,12 +109,12 @@ def test_trials_that_find_nothing_take_a_96th_of_the_time(row_us: int, longest: 
 
 
 class TimedDrafter(Drafter):
-    """A worker with steps of a fixed time and a time for each row. Some of its drafts are wrong."""
+    """A worker with steps of a fixed time and a time for each row. Some of its drafts are wrong; below 0: all are."""
 
     row_us, right = 0, 1.0
 
     def propose(self, slot: int, context: int) -> list[int]:
-        self.wrong = -1 if context % 1000 < 1000 * self.right else context % 3
+        self.wrong = -1 if context % 1000 < 1000 * self.right else context % 3 if self.right >= 0 else 0
         return super().propose(slot, context)
 
     def execute(self, step: Any) -> StepResult:
@@ -181,6 +181,22 @@ def test_drafts_cost_at_most_a_fiftieth(rows: int, row_us: int, way_us: int, rig
     without, _ = time_us(0, rows, row_us, way_us, right)
     took, _ = time_us(8, rows, row_us, way_us, right)
     assert without / took >= 0.98
+
+
+def test_the_steps_between_trials_overlap() -> None:
+    """Proposals come with each result, and cost the overlap of two steps only where they may be verified."""
+    driver, worker = timed(8, 5, 1000, -1.0)
+    request = driver.submit([10, 2, 3, 4], 900)
+    alone: list[int] = []
+    (group,) = driver.machine.cache.groups.values()
+    while request in driver.machine.requests.live:
+        driver.turn()
+        alone += [group.next_step] * (len(group.sent) == 1)
+        driver.answer(worker)
+    tried = sum(count > 0 for count in drafted(worker))
+    late = len({step for step in alone if step > 100})
+    assert tried >= 5 and late <= 3 * tried
+    assert driver.answer_of(request) == continuation([10, 2, 3, 4], 900)
 
 
 def test_where_rows_are_cheap_drafts_make_it_three_times_as_fast() -> None:

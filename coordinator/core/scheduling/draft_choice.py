@@ -104,15 +104,41 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
     elif not costs.is_known:
         count = len(wanted)
     else:
-        count = best(costs, rows, [chance for chance, _ in each])
-        group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, _longest_wait(costs, rows, wanted))
-        group.drafts_from = 0 if count else group.next_step + group.draft_wait
+        count = _best_or_wait(group, rows, wanted, [chance for chance, _ in each])
     found: dict[int, int] = {}
     for _, slot in each[:count]:
         found[slot] = found.get(slot, 0) + 1
     if count and group.next_step % PLAIN_EVERY == PLAIN_EVERY // 2:
         found |= dict.fromkeys(wanted.keys() - found.keys(), 1)
     return found
+
+
+def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> bool:
+    """Return whether proposals are to wait for a step of their own, where a trial has just told what they gain.
+
+    A step that waits for proposals costs the overlap of two steps, even if it then verifies none. Otherwise the group
+    takes no proposals again for a while.
+
+    Args:
+        group: The group.
+        rows: Rows of the step.
+        wanted: How many drafts of each slot it has room for.
+        chances: The chances of each slot's drafts.
+    """
+    costs = group.row_costs
+    if not group.draft_wait or group.drafts_from or not costs.is_known:
+        return True
+    each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)), reverse=True)
+    return _best_or_wait(group, rows, wanted, each) > 0
+
+
+def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], chances: Sequence[int]) -> int:
+    """Return how many drafts pay; if none does, decide when the group takes proposals again."""
+    costs = group.row_costs
+    count = best(costs, rows, chances)
+    group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, _longest_wait(costs, rows, wanted))
+    group.drafts_from = 0 if count else group.next_step + group.draft_wait
+    return count
 
 
 def _longest_wait(costs: RowCosts, rows: int, wanted: Mapping[int, int]) -> int:

@@ -71,15 +71,19 @@ class Drafts:
             return
         s, tokens = self._cache.sequences, result.draft_tokens.tolist()
         runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
+        kept = dict[int, tuple[int, ...]]()
         end = 0
         for slot, count in zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True):
             first, end = end, end + count
             if self._rows.run[slot] != runs[slot] or not s.running[slot]:
                 continue
-            kept = min(count, self._wanted(group, slot))
-            if kept > 0:
-                group.proposals[slot] = tuple(tokens[first : first + kept])
-                group.steady = None
+            most = min(count, self._wanted(group, slot))
+            if most > 0:
+                kept[slot] = tuple(tokens[first : first + most])
+        wanted = {slot: len(own) for slot, own in kept.items()}
+        if kept and draft_choice.pays(group, group.running, wanted, {slot: self._chances(slot) for slot in kept}):
+            group.proposals |= kept
+            group.steady = None
 
     def most(self, group: Group) -> int:
         """Return how many tokens the group's worker may propose for a row; 0: none."""
@@ -110,6 +114,10 @@ class Drafts:
         left = int(self._rows.limit[slot]) - int(s.length[slot]) - int(s.pending[slot])
         return min(self.most(group), left - 1)
 
+    def _chances(self, slot: int) -> draft_choice.Chances:
+        request = self._requests.live[int(self._cache.sequences.request[slot])]
+        return draft_choice.Chances(request.draft_chance, request.draft_later)
+
     def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
 
@@ -129,8 +137,7 @@ class Drafts:
             inside = int(s.used[slot]) * s.block_size - length - 1
             count = min(room // len(proposed), inside, self._wanted(group, slot), len(group.proposals[slot]))
             if count > 0:
-                request = self._requests.live[int(s.request[slot])]
-                wanted[slot], chances[slot] = count, draft_choice.Chances(request.draft_chance, request.draft_later)
+                wanted[slot], chances[slot] = count, self._chances(slot)
         counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
         chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items()}
         group.proposals.clear()
