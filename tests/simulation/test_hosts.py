@@ -34,13 +34,16 @@ HOSTED = Settings(
     gap_us=100,
     turn_us=20,
     long_share=0.0,
+    half_share=0.05,
     wipe_gap_us=15_000,
 )
 LIKELY = {
-    "half_written_blocks_stay_entries": 16,
+    "copies_in_flight_survive_a_wipe": 1,
     "entries_of_another_file_hit": 1,
-    "host_copies_left_out_of_repeated_steps": 6,
+    "host_copies_left_out_of_repeated_steps": 11,
     "damaged_host_entries_stay_hits": 1,
+    "load_survives_the_sequence": 10,
+    "readers_of_host_blocks_forgotten": 27,
 }
 
 

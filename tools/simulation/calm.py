@@ -37,6 +37,7 @@ class Calm:
         self._until("the coordinator runs", lambda: world.coordinator.up and not world.coordinator.stands)
         for worker in world.workers.values():
             worker.garble = ""
+            worker.calm()
         for client in world.clients.values():
             client.duplicate_share = 0.0
             client.read_on()
@@ -95,6 +96,8 @@ class Calm:
         groups = self._machine.cache.groups.values()
         disks = [group.disk for group in groups if group.disk is not None]
         if any(disk.orders or disk.scanning or (disk.wanted and not disk.off) for disk in disks):
+            return False
+        if any(group.host.tier.unwiped for group in groups if group.host is not None):
             return False
         return not any(group.sent or group.copies or group.pool.quarantined for group in groups)
 

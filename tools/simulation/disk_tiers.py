@@ -1,8 +1,8 @@
 """Simulated disk tiers: folders that outlive workers and hosts, and the processes that copy from and to them.
 
-Orders end in any order, some of them late. A process that dies leaves any part of its writes: the old record is gone,
-or the new block is there without an acknowledgement. Blocks get flipped bits, a disk is full or fails now and then, and
-in the next life the folder may be another one, because another model is served.
+Orders end in any order, some of them late, and some not before the process dies. A process that dies leaves any part of
+its writes: the old record is gone, or the new block is there without an acknowledgement. Blocks get flipped bits, a
+disk is full or fails now and then, and in the next life the folder may be another one, because another model is served.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvforge.worker.disk.records import Entry, Record
 from kvforge.worker.disk.recovery import usable
 from tools.simulation.host_files import Cells, HostFile
 
-OTHER_DISK_SHARE, LATE_SHARE, FAILED_SHARE, FLIPPED_SHARE = 0.1, 0.08, 0.03, 0.05
+OTHER_DISK_SHARE, FAILED_SHARE, FLIPPED_SHARE = 0.1, 0.03, 0.05
 ENTRIES_AT_ONCE = 5
 ORDER_US, LATE_US = 3_000, 60_000
 Order = tuple[int, int, int, int, Entry]  # id, kind, host block, disk block, entry
@@ -51,8 +51,12 @@ class SimulatedDisk:
         found: What the present life found at its start.
     """
 
-    def __init__(self, blocks: int, random: Random, block_size: int) -> None:
+    def __init__(
+        self, blocks: int, random: Random, block_size: int, late_share: float = 0.08, stuck_share: float = 0.0
+    ) -> None:
         self.blocks, self._random, self._size = blocks, random, block_size
+        self._late_share, self._stuck_share = late_share, stuck_share
+        self._stuck: list[Callable[[], None]] = []
         self._content: dict[int, tuple[Record, Cells]] = {}
         self._flipped: set[int] = set()
         self._number, self._space = 0, blocks
@@ -73,6 +77,7 @@ class SimulatedDisk:
             self._flipped.clear()
         self._unfinished.clear()
         self._known.clear()
+        self._stuck.clear()
         self._space = self.blocks if self._random.random() < 0.7 else self._random.randrange(self.blocks + 1)
         records = {block: record for block, (record, _) in self._content.items() if record is not NO_RECORD}
         self.found, others = usable(records)
@@ -116,8 +121,18 @@ class SimulatedDisk:
                 raise WrongOrder(f"order {number} uses host block {host_block}, as another one does")
             self._known[number] = None
             self._unfinished[number] = (number, kind, host_block, block, Entry(value, parent, bool(first), own, owner))
-            late = self._random.random() < LATE_SHARE
+            if self._stuck_share and self._random.random() < self._stuck_share:
+                self._stuck.append(lambda at=number: ended(at))  # type: ignore[misc]
+                continue
+            late = self._random.random() < self._late_share
             after(1 + self._random.randrange(LATE_US if late else ORDER_US), lambda at=number: ended(at))  # type: ignore[misc]
+
+    def calm(self) -> None:
+        """End the orders that are stuck, and let no other one be."""
+        self._stuck_share, stuck = 0.0, self._stuck.copy()
+        self._stuck.clear()
+        for ended in stuck:
+            ended()
 
     def finish(self, number: int, file: HostFile) -> DiskResults | None:
         """Carry an order out if it has not ended. Return its result; None if it belongs to an earlier life.

@@ -10,6 +10,8 @@ import numpy as np
 from kvforge.coordinator.core.cache.disk_copies import DiskCopies, DiskOrder
 from kvforge.coordinator.core.cache.disk_tier import DiskTier
 from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.coordinator.core.requests.request import Request
+from kvforge.coordinator.core.scheduling.disk_waits import DiskWaits
 from kvforge.protocol.messages import DISK_DONE, DISK_READ, DISK_WRITE, DiskResults
 from tools.simulation.faults import Patch
 
@@ -63,6 +65,16 @@ def host_blocks_given_up_while_the_disk_reads_them() -> list[Patch]:
         return order(self, new)
 
     return [(DiskCopies, "_order", unheld)]
+
+
+@fault
+def requests_wait_until_the_disk_answers() -> list[Patch]:
+    """A request waits for its blocks on the disk for ever, although the disk is stuck."""
+
+    def stays(self: DiskWaits, request: Request) -> None:
+        pass
+
+    return [(DiskWaits, "give_up", stays)]
 
 
 @fault

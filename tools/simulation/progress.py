@@ -49,7 +49,9 @@ class Progress:
     # ------------------------------------------------------------------------------------------------------- livelock
 
     def planned(self, group: Group, step: Step) -> None:
-        """Check a planned step: it makes progress for some request, or counts as fruitless."""
+        """Check a planned step: it makes progress for some request, or counts as fruitless. Copies alone do neither."""
+        if not step.slots.size:
+            return
         s, further = self._machine.cache.sequences, False
         for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
             request_id = int(s.request[slot])

@@ -52,6 +52,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         writeback: blocks that a step writes back to it at most.
         disk_blocks: blocks of the disk tier of each worker; 0 for none.
         flip_share: share of the steps with host copies before which a bit of a block in the file flips.
+        half_share: share of the steps with copies to the host file in the middle of which their worker dies.
+        late_share: share of the orders of a disk that end late.
+        stuck_share: share of them that do not end before the worker dies, or all is calm.
         wipe_gap_us: mean time between two wipes of tenants; 0 for none.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.
@@ -107,6 +110,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     writeback: int = 0
     disk_blocks: int = 0
     flip_share: float = 0.0
+    half_share: float = 0.0
+    late_share: float = 0.08
+    stuck_share: float = 0.0
     wipe_gap_us: int = 0
     stand_gap_us: int = 0
     crash_gap_us: int = 0
@@ -339,6 +345,8 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
     }
     shares = {"flip_share": flips, "writeback": writeback, "quotas": quotas}
     shares["wipe_gap_us"] = random.choice((0, 10_000, 60_000))
+    if not settings.deadly:  # there, only deadly requests may crash workers
+        shares["half_share"] = random.choice((0.0, 0.02, 0.1))
     return msgspec.structs.replace(settings, host_blocks=blocks, **shares)
 
 
@@ -352,7 +360,8 @@ def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -
         for tenant, quota in settings.quotas.items()
         for ceiling in (random.choice((0, max(1, blocks // 2))),)
     }
-    return msgspec.structs.replace(settings, disk_blocks=blocks, quotas=quotas)
+    copies = {"late_share": random.choice((0.08, 0.5)), "stuck_share": random.choice((0.0, 0.02))}
+    return msgspec.structs.replace(settings, disk_blocks=blocks, quotas=quotas, **copies)
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:

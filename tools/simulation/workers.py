@@ -303,7 +303,9 @@ class SimulatedWorker:
         count = host.settings.host_blocks
         self._file = HostFile(name, count, host.settings.block_size) if count else None
         blocks, random = host.settings.disk_blocks, Random(f"disk/{seed}/{name}")
-        self._disk = SimulatedDisk(blocks, random, host.settings.block_size) if blocks else None
+        shares = host.settings.late_share, host.settings.stuck_share
+        self._disk = SimulatedDisk(blocks, random, host.settings.block_size, *shares) if blocks else None
+        self._half_share = host.settings.half_share
 
     def replaced(self, back_after_us: int) -> None:
         """Restart the worker, which the coordinator takes for hung.
@@ -536,7 +538,20 @@ class SimulatedWorker:
         took_us = 1 + int(self._random.random() * self._host.settings.step_us)
         life = self.lives, self._pools
         self._begun = self._steps[0].step_id
+        if self._half_share and self._steps[0].host_writes.size and self._random.random() < self._half_share:
+            self._host.clock.after(1 + took_us // 2, lambda: self._die_within(life))
         self._host.clock.after(took_us, lambda: self._finish(life, took_us))
+
+    def _die_within(self, life: tuple[int, int]) -> None:
+        """Die in the middle of a step that copies to the host file, if it still runs."""
+        if self.alive and life == (self.lives, self._pools) and self._working and self._half_share:
+            self.kill(REBORN_US)
+
+    def calm(self) -> None:
+        """Die within no step any more, and let the disk go on."""
+        self._half_share = 0.0
+        if self._disk is not None:
+            self._disk.calm()
 
     def _waits_for_others(self, life: tuple[int, int], took_us: int) -> bool:
         """Return whether this rank waits inside a step for another one to begin it; it dies if that one is gone."""
