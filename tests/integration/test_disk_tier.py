@@ -13,6 +13,7 @@ import pytest
 from kvforge import Client
 from kvforge.protocol.messages import DiskStats
 from kvforge.worker.disk import segments
+from kvforge.worker.host_file import PAGE
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
@@ -113,3 +114,35 @@ def copying_process(worker: int) -> int:
         if b"kvforge.worker.disk.copying" in command and parent == worker:
             return int(path.parent.name)
     raise AssertionError("no copying process")
+
+
+def wiped(kv: Client, tenant: str) -> tuple[int, int, int]:
+    """Wipe a tenant until all is overwritten. Return the blocks that the first command removed, by tier."""
+    deadline = monotonic() + WAIT_S
+    first = reply = kv.wipe_tenant(tenant)
+    while reply.held_blocks or reply.pending_blocks:
+        assert monotonic() < deadline, f"not wiped: {reply}"
+        select.select([], [], [], 0.05)
+        reply = kv.wipe_tenant(tenant)
+    return first.device_blocks, first.host_blocks, first.disk_blocks
+
+
+# behaviour: a wiped tenant has no bytes in the host file and in the segments, and nothing of it comes back
+def test_a_wiped_tenant_leaves_no_bytes() -> None:
+    with Cluster(blocks=BLOCKS) as cluster:
+        cluster.start_coordinator()
+        cluster.start_worker("w0", settings(cluster))
+        kv = cluster.client()
+        kv.wait_ready(300)
+        whole = [serve(kv, prompt) for prompt in PROMPTS]
+        saved = disk_of(kv)
+        (host,) = cluster.folder.glob("kvforge-host-*")
+        assert any(host.read_bytes()[PAGE:]) and any(segment(cluster).read_bytes())
+        device, in_host, on_disk = wiped(kv, "default")
+        assert device > 0 and in_host >= 3 * 9 and on_disk == saved.cached
+        assert not any(host.read_bytes()[PAGE:]) and not any(segment(cluster).read_bytes())
+        again = serve(kv, PROMPTS[0])
+        assert found([again]) == [0] and bits(again) == bits(whole[0])
+        wiped(kv, "default")
+        kv = all_again(cluster)
+        assert found([serve(kv, PROMPTS[0])]) == [0]
