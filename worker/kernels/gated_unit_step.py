@@ -77,7 +77,7 @@ class GatedUnitStep:
         if begins is not None:
             scaled = torch.where(begins[:, None], given, scaled)
         one = decay.new_ones((1, 1)).expand(len(x), 1)
-        constant = decay.new_full((1, 1), GATE_OF_1).expand(len(x), self.selective.channels).contiguous()
+        constant = decay.new_full((1, self.selective.channels), GATE_OF_1).expand(len(x), -1)
         inputs = SelectiveInputs(scaled / decay, constant, decay.expm1().log(), one, one)
         found = operations.advance_selective(inputs, states(RECURRENT), self.selective)
         return found.to(x.dtype) * self.activation.apply(gate)
