@@ -19,7 +19,7 @@ from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, SHARED_HEAD, SHARED_PA
 from .shared_prefixes import rows_alike
 
 AnyTables = IntArray | Int32Array
-SAVED_BYTES_MIN = 16 << 20  # of a layer's K and V, which need not be read again: a launch costs about as much
+SAVED_BYTES_MIN = 64 << 20  # of a layer's K and V, which need not be read again; see benchmarks/NOTES.md
 
 
 @dataclass(frozen=True)
