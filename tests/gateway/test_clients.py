@@ -20,7 +20,7 @@ import pytest
 
 from kvforge import Client
 from tests.gateway.served import Gateway
-from tests.integration.test_conformance import DIFFERENT, SAMPLE
+from tests.integration.test_conformance import CASES, SAMPLE
 from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
@@ -261,7 +261,7 @@ def test_the_conformance_prompts_through_http(served: Served) -> None:
     steps = 24  # tests/integration/test_conformance.py has all of them without HTTP
     asked: dict[str, Any] = {
         "model": NAME,
-        "prompt": [case["prompt_tokens"] for case in DIFFERENT],
+        "prompt": [case["prompt_tokens"] for case in CASES],
         "max_tokens": steps,
         "temperature": 0,
         "extra_body": {"ignore_eos": True, "return_token_ids": True},
@@ -270,11 +270,11 @@ def test_the_conformance_prompts_through_http(served: Served) -> None:
         whole = {
             choice.index: choice.model_dump()["token_ids"] for choice in client.completions.create(**asked).choices
         }
-        streamed: dict[int, list[int]] = {at: [] for at in range(len(DIFFERENT))}
+        streamed: dict[int, list[int]] = {at: [] for at in range(len(CASES))}
         for part in client.completions.create(**asked, stream=True):
             for choice in part.choices:
                 streamed[choice.index] += choice.model_dump()["token_ids"]
-    for at, case in enumerate(DIFFERENT):
+    for at, case in enumerate(CASES):
         margins = enumerate(case["margin"][:steps])
         sure = next((i for i, margin in margins if margin < SAMPLE["min_margin"]), steps)
         for tokens in (whole[at], streamed[at]):

@@ -18,9 +18,6 @@ CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
 AGAIN = 8  # steps of a further round: a wrong cached prompt shows in the first ones
 PREEMPTED = 32  # steps where the pools cannot hold all
-# Without the second of the two long prompts, half of all tokens. It shares a prefix with the first, which matters with
-# a prefix cache alone.
-DIFFERENT = [case for case in CASES if case["id"] != "shared-1"]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -33,15 +30,15 @@ def check(case: dict[str, Any], tokens: tuple[int, ...], steps: int = STEPS) -> 
         assert got == want, f"{case['id']}: step {index} gave {got}, not {want} (margin {margin})"
 
 
-def submit_all(kv: Client, steps: int, cases: list[dict[str, Any]] = CASES, cache_salt: str = "") -> list[Request]:
+def submit_all(kv: Client, steps: int, cache_salt: str = "") -> list[Request]:
     return [
-        kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, cache_salt=cache_salt) for case in cases
+        kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, cache_salt=cache_salt) for case in CASES
     ]
 
 
-def check_all(requests: list[Request], steps: int, cases: list[dict[str, Any]] = CASES) -> set[int]:
+def check_all(requests: list[Request], steps: int) -> set[int]:
     """Check all answers; return the ids of the requests."""
-    for case, request in zip(cases, requests, strict=True):
+    for case, request in zip(CASES, requests, strict=True):
         check(case, request.result(300).tokens, steps)
     return {request.id for request in requests}
 
@@ -64,7 +61,7 @@ def test_all_prompts_at_once_and_one_alone(smollm2: Cluster) -> None:
 def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) -> None:
     """Every prompt twice as samples of one request and once as a fork of a sequence, in pools that cannot hold all.
 
-    Then different ones at once on both workers, with another salt and so without hits.
+    Then all of them at once on both workers, with another salt and so without hits.
     """
     with Cluster(model=smollm2_path, blocks=40) as cluster:
         kv = cluster.start("w0", "w1")
@@ -88,6 +85,6 @@ def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) 
         assert stats.finished_total == 3 * len(CASES)
         assert {row.worker for row in kv.requests().requests} == {"w0", "w1"}
         with cluster.stopped("w0", "w1"):
-            running = submit_all(kv, AGAIN, DIFFERENT, cache_salt="two")
-        asked = check_all(running, AGAIN, DIFFERENT)
+            running = submit_all(kv, AGAIN, cache_salt="two")
+        asked = check_all(running, AGAIN)
         assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}

@@ -35,7 +35,7 @@ from tools.cluster.fork_server import Child, fork_server
 
 ASKED = 3
 COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # limits of a step
-LIMITS_ON_CPU, LIMITS_ON_GPU = (140, 10), (700, 40)  # tokens of a prompt behind its prefix, and of an answer
+LIMITS_ON_CPU, LIMITS_ON_GPU = (200, 16), (700, 40)  # tokens of a prompt behind its prefix, and of an answer
 WAIT_S, END_S = 240.0, 20.0
 
 

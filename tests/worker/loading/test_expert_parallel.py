@@ -19,7 +19,7 @@ from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.loading.several import say, several
 
 COMPANY = 3 + examples(3)
-SIZES = {"vocab_size": 256, "max_position_embeddings": 512}
+SIZES = {"vocab_size": 256, "max_position_embeddings": 2048}
 KINDS = (
     "ernie4_5_moe",
     "gemma4 with experts",
