@@ -137,8 +137,8 @@ class SavedRequest(Saved):
     pinned: tuple[int, ...] = ()
     disk_until_us: int = -1
     draft_count: int = 0
-    draft_chance: int = 512
-    draft_later: int = 512
+    draft_chance: int = -1
+    draft_later: int = -1
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -372,6 +372,9 @@ class SavedGroup(Saved):
     batch_step: int = 0
     drafts: int = 0
     proposals: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    expected: dict[int, tuple[int, int, tuple[int, ...]]] = msgspec.field(default_factory=dict)
+    draft_chance: int = 512
+    draft_later: int = 512
     drafted_total: int = 0
     accepted_total: int = 0
     row_costs: SavedRowCosts | None = None

@@ -8,10 +8,10 @@ import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
 from kvforge.coordinator.core.cache.row_costs import RowCosts
-from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, PLAIN_EVERY, Chances, best, choose
+from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, pays
 from kvforge.protocol.messages import StepResult
 from tests.coordinator.driver import Driver, FakeWorker, continuation
-from tests.coordinator.test_drafts import Drafter, drafted
+from tests.coordinator.test_drafts import Drafter, drafted, state_of
 
 STEP_US, TOKENS = 1000, 200
 
@@ -85,16 +85,28 @@ def test_a_trial_comes_before_the_step_of_32_without_drafts(step: int, drafts_fr
     assert sum(choose(group, 1, {0: 8}, {0: Chances(900, 900)}).values()) == count
 
 
-def test_a_request_whose_drafts_do_not_pay_is_tried_beside_one_whose_drafts_do() -> None:
-    (group,) = timed(8, 300, 0, 1.0)[0].machine.cache.groups.values()
-    group.row_costs, wanted, chances = costs(300), {0: 8, 1: 8}, {0: Chances(1000, 1000), 1: Chances(10, 512)}
-    found = []
-    for step in range(PLAIN_EVERY, 2 * PLAIN_EVERY):
-        group.last_step = step - 1
-        found.append(choose(group, 2, wanted, chances))
-    tried = [number for number, each in enumerate(found) if 1 in each]
-    assert tried == [PLAIN_EVERY // 2] and found[tried[0]][1] == 1
-    assert [number for number, each in enumerate(found) if 0 not in each] == [0], "the step without drafts"
+def test_chances_follow_proposals_that_no_step_verified() -> None:
+    """Nine of ten are right to their eighth token, and the tenth is wrong at once."""
+    chances = Chances(512, 512)
+    for number in range(60):
+        for place in range(8):
+            chances = chances.observed(place, is_right=number % 10 != 0)
+            if number % 10 == 0:
+                break
+    assert chances.first in range(800, 1000) and chances.later > 1000
+    for _ in range(30):
+        chances = chances.observed(0, is_right=False)
+    assert chances.first < 33 and chances.later > 1000
+
+
+def test_proposals_are_not_waited_for_where_free_drafts_would_not_pay() -> None:
+    (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
+    group.row_costs = costs(5)
+    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+    assert not pays(group, 1, {0: 8}, {0: Chances(30, 512)}) and not group.draft_wait, "not even a trial"
+    assert not pays(group, 16, {0: 8}, {0: Chances(512, 512)}), "the gain is shared by 16 rows"
+    group.row_costs = RowCosts()
+    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)}), "costs are to be measured"
 
 
 @pytest.mark.parametrize(("row_us", "longest"), [(5, 4), (250, 19), (50_000, 94)])
@@ -183,20 +195,39 @@ def test_drafts_cost_at_most_a_fiftieth(rows: int, row_us: int, way_us: int, rig
     assert without / took >= 0.98
 
 
-def test_the_steps_between_trials_overlap() -> None:
-    """Proposals come with each result, and cost the overlap of two steps only where they may be verified."""
+def test_steps_overlap_while_proposals_are_wrong_and_do_not_once_they_are_right() -> None:
+    """The proposals of each result are compared with the next token: no step has to verify them for that."""
     driver, worker = timed(8, 5, 1000, -1.0)
     request = driver.submit([10, 2, 3, 4], 900)
-    alone: list[int] = []
     (group,) = driver.machine.cache.groups.values()
-    while request in driver.machine.requests.live:
-        driver.turn()
-        alone += [group.next_step] * (len(group.sent) == 1)
-        driver.answer(worker)
-    tried = sum(count > 0 for count in drafted(worker))
-    late = len({step for step in alone if step > 100})
-    assert tried >= 5 and late <= 3 * tried
+
+    def run(tokens: int) -> tuple[int, int]:
+        """Return how many steps were alone in flight, and how many had drafts, until so many tokens are known."""
+        alone, before = 0, len(worker.steps)
+        while len(driver.streamed.get(request, [])) < tokens:
+            driver.turn()
+            alone += len(group.sent) == 1
+            driver.answer(worker)
+        return alone, sum(count > 0 for count in drafted(worker)[before:])
+
+    run(60)
+    assert run(400) == (0, 0)
+    worker.right = 1.0
+    _, steps = run(800)
+    assert 40 <= steps <= 70, "400 tokens, most of them drafted by eights"
+    driver.run_until_idle()
     assert driver.answer_of(request) == continuation([10, 2, 3, 4], 900)
+
+
+def test_a_request_begins_with_the_chances_of_its_group() -> None:
+    driver, worker = timed(8, 5, 1000, -1.0)
+    driver.submit([10, 2, 3, 4], 300)
+    driver.run_until_idle()
+    before = sum(drafted(worker))
+    again = driver.submit([7, 2, 3, 4], 300)
+    driver.run_until_idle()
+    assert sum(drafted(worker)) == before > 0
+    assert state_of(driver, again).draft_chance < 33
 
 
 def test_where_rows_are_cheap_drafts_make_it_three_times_as_fast() -> None:

@@ -170,6 +170,9 @@ class Group:
         begins_bytes: Bytes in the next step for rows that begin with it.
         drafts: The most tokens that the worker drafts and verifies for a row in a step; 0: none.
         proposals: Tokens that the worker expects behind those of running rows, by slot; see `scheduling.drafts`.
+        expected: A proposal for each row that is compared with its tokens, by slot: the run of the row, how many
+            tokens were right, and the proposal.
+        draft_chance, draft_later: The averages of its requests' chances; see `scheduling.draft_choice`.
         row_costs: The costs of steps without prompt tokens, of a worker that drafts.
         draft_wait: For how many steps it took no proposals when drafts did not pay, 0 since they did.
         drafts_from: The step from which on it takes proposals; 0: it takes them.
@@ -198,6 +201,8 @@ class Group:
         # A recurrent state cannot be cut back to the last accepted token.
         self.drafts = 0 if ready.state_blocks else ready.drafts
         self.proposals: dict[int, tuple[int, ...]] = {}
+        self.expected: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        self.draft_chance = self.draft_later = 512
         self.row_costs = RowCosts()
         self.draft_wait = self.drafts_from = 0
         self.drafted_total = self.accepted_total = 0

@@ -47,6 +47,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 
 NO_SLOT = -1
+UNKNOWN = -1  # of a chance
 NO_SAMPLING = SamplingParams()
 
 
@@ -80,7 +81,8 @@ class Request:
         pins: Leading parts of its prompt to pin, as in `Submit`.
         pinned: How many tokens of each are pinned; empty before its first token.
         draft_count: How many drafts its last step with drafts verified.
-        draft_chance: The chance that its next draft is accepted, in 1 / 1024; see `scheduling.draft_choice`.
+        draft_chance: The chance that its next draft is accepted, in 1 / 1024 (see `scheduling.draft_choice`); UNKNOWN
+            without a result.
         draft_later: The chance of a draft behind an accepted one, likewise.
         drafted_tokens: Drafts that were verified for it.
         accepted_tokens: Drafts that became tokens.
@@ -128,8 +130,8 @@ class Request:
     redone_tokens: int = 0
     returns: Return | None = None
     draft_count: int = 0
-    draft_chance: int = 512
-    draft_later: int = 512
+    draft_chance: int = UNKNOWN
+    draft_later: int = UNKNOWN
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     admitted_order: int = 0

@@ -356,6 +356,7 @@ class Admission:
                 group.interactive_us = self._clock.now_us
             group.row_left()
             group.proposals.pop(slot, None)
+            group.expected.pop(slot, None)
             self.waits.wake(rows_of(group.epoch))
             if slot in group.started_slots:
                 group.started_slots.remove(slot)

@@ -1,14 +1,15 @@
 """How many drafts a step verifies: as many as make its time per token shortest, by what earlier steps took.
 
 A draft adds a row to a step, and a token with the chance that it and those before it are accepted. A request has two
-chances, learned from its results: that its first draft is accepted, and that one behind an accepted draft is. Where
-answers repeat a text, runs of accepted drafts are long, and whether a run goes on is another question than whether one
-begins. Until steps with drafts and without were measured, a row gets one draft.
+chances: that its first draft is accepted, and that one behind an accepted draft is. Where answers repeat a text, runs
+of accepted drafts are long, and whether a run goes on is another question than whether one begins. A request learns
+both from its results, and without cost from proposals that no step verified: the next token tells whether they were
+right. A new request begins with the chances of its group's requests. Until steps with drafts and without were measured,
+a row gets one draft.
 
-Where no number of drafts pays, the group takes no proposals for a number of steps that doubles each time, as long as
-such trials take more than 1 / TRIALS of the time. The step after them has one draft of each row again, so that costs
-and chances are known anew. Where drafts pay, one step of 32 has none, and one has a draft of each row that proposes
-any, for the same reason.
+Where drafts would pay if they cost nothing, and no number of them does, the group takes no proposals for a number of
+steps that doubles each time, as long as such trials take more than 1 / TRIALS of the time. The step after them has one
+draft of each row, so that costs are known anew. Where drafts pay, one step of 32 has none, for the same reason.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..cache.groups import Group
 from ..cache.row_costs import RowCosts
 
 CERTAIN = 1 << 10  # the chance of a token that is accepted always
-CHANCE_FIRST = CERTAIN // 2  # of a request without a result
+GROUP_OF = 32  # the averaging window of a group's chances, in results
 CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each result
 WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
 TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
@@ -50,6 +51,21 @@ class Chances(NamedTuple):
         if drafted == 1 or not accepted:
             return Chances(first, self.later)
         return Chances(first, _kept(self.later, accepted - 1, min(accepted, drafted - 1)))
+
+    def observed(self, place: int, is_right: bool) -> Chances:
+        """Return the chances after a proposed token that no step verified; the proposed ones before it were right.
+
+        Args:
+            place: Its place in the proposal.
+            is_right: Whether it became a token.
+        """
+        if place:
+            return Chances(self.first, _kept(self.later, is_right, 1))
+        return Chances(_kept(self.first, is_right, 1), self.later)
+
+    def towards(self, other: Chances) -> Chances:
+        """Return these chances moved by 1 / GROUP_OF of the way to others."""
+        return Chances(*(own + (new - own) // GROUP_OF for own, new in zip(self, other, strict=True)))
 
     def of(self, drafts: int) -> list[int]:
         """Return the chance of each of so many drafts to become a token."""
@@ -108,16 +124,13 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
     found: dict[int, int] = {}
     for _, slot in each[:count]:
         found[slot] = found.get(slot, 0) + 1
-    if count and group.next_step % PLAIN_EVERY == PLAIN_EVERY // 2:
-        found |= dict.fromkeys(wanted.keys() - found.keys(), 1)
     return found
 
 
 def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> bool:
-    """Return whether proposals are to wait for a step of their own, where a trial has just told what they gain.
+    """Return whether the next step is to wait for the results before it, and verify proposals.
 
-    A step that waits for proposals costs the overlap of two steps, even if it then verifies none. Otherwise the group
-    takes no proposals again for a while.
+    Waiting costs the overlap of two steps, even if the step then verifies none.
 
     Args:
         group: The group.
@@ -126,9 +139,11 @@ def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[in
         chances: The chances of each slot's drafts.
     """
     costs = group.row_costs
-    if not group.draft_wait or group.drafts_from or not costs.is_known:
-        return True
     each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)), reverse=True)
+    if MARGIN * sum(each) <= rows * CERTAIN:
+        return False
+    if group.drafts_from or not costs.is_known or not costs.has_times:
+        return True
     return _best_or_wait(group, rows, wanted, each) > 0
 
 

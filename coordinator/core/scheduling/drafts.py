@@ -25,7 +25,7 @@ from kvforge.protocol.salts import tenant_salt
 from ..cache.groups import Group, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import Slots, generated
-from ..requests.request import Request
+from ..requests.request import UNKNOWN, Request
 from ..requests.table import RequestTable
 from ..sizes import DRAFT_HISTORY_TOKENS
 from . import draft_choice
@@ -63,11 +63,13 @@ class Drafts:
             raise ProtocolError(f"step_result: a draft outside the vocabulary of {group.model.vocab_size}")
 
     def take(self, group: Group, sent: SentStep, result: StepResult) -> None:
-        """Keep the proposals of a result for rows that still run; older ones of its rows are void."""
+        """Keep the proposals of a result for rows that still run, if they may pay; older ones of its rows are void."""
         if group.proposals:
             for slot in sent.sampled.tolist():
                 group.proposals.pop(slot, None)
-        if not result.draft_slots.size or self._room(group) < 1 or group.next_step < group.drafts_from:
+        if group.expected:
+            self._observe(group, sent, result)
+        if not result.draft_slots.size or self._room(group) < 1:
             return
         s, tokens = self._cache.sequences, result.draft_tokens.tolist()
         runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
@@ -77,13 +79,37 @@ class Drafts:
             first, end = end, end + count
             if self._rows.run[slot] != runs[slot] or not s.running[slot]:
                 continue
+            group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
             most = min(count, self._wanted(group, slot))
             if most > 0:
                 kept[slot] = tuple(tokens[first : first + most])
+        if not kept or group.next_step < group.drafts_from:
+            return
         wanted = {slot: len(own) for slot, own in kept.items()}
-        if kept and draft_choice.pays(group, group.running, wanted, {slot: self._chances(slot) for slot in kept}):
+        if draft_choice.pays(group, group.running, wanted, {slot: self._chances(group, slot) for slot in kept}):
             group.proposals |= kept
             group.steady = None
+
+    def _observe(self, group: Group, sent: SentStep, result: StepResult) -> None:
+        """Compare the tokens of a result with what was expected of rows that had no drafts."""
+        s, drafts = self._cache.sequences, sent.message.drafts
+        drafted = frozenset(sent.message.slots[drafts > 0].tolist()) if drafts.size else frozenset[int]()
+        for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
+            if (found := group.expected.pop(slot, None)) is None:
+                continue
+            run, place, tokens = found
+            if run != self._rows.run[slot] or slot in drafted or not s.running[slot]:
+                continue
+            request, is_right = self._requests.live[int(s.request[slot])], token == tokens[place]
+            self._know(group, request, self._chances(group, slot).observed(place, is_right))
+            if is_right and place + 1 < len(tokens):
+                group.expected[slot] = run, place + 1, tokens
+
+    def _know(self, group: Group, request: Request, chances: draft_choice.Chances) -> None:
+        """Give a request new chances, and move those of its group."""
+        request.draft_chance, request.draft_later = chances
+        own = draft_choice.Chances(group.draft_chance, group.draft_later)
+        group.draft_chance, group.draft_later = own.towards(chances)
 
     def most(self, group: Group) -> int:
         """Return how many tokens the group's worker may propose for a row; 0: none."""
@@ -114,9 +140,11 @@ class Drafts:
         left = int(self._rows.limit[slot]) - int(s.length[slot]) - int(s.pending[slot])
         return min(self.most(group), left - 1)
 
-    def _chances(self, slot: int) -> draft_choice.Chances:
+    def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
+        """Return the chances of a row's request, or of its group's requests while it has none."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
-        return draft_choice.Chances(request.draft_chance, request.draft_later)
+        known = group if request.draft_chance == UNKNOWN else request
+        return draft_choice.Chances(known.draft_chance, known.draft_later)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
@@ -137,7 +165,7 @@ class Drafts:
             inside = int(s.used[slot]) * s.block_size - length - 1
             count = min(room // len(proposed), inside, self._wanted(group, slot), len(group.proposals[slot]))
             if count > 0:
-                wanted[slot], chances[slot] = count, self._chances(slot)
+                wanted[slot], chances[slot] = count, self._chances(group, slot)
         counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
         chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items()}
         group.proposals.clear()
@@ -159,8 +187,10 @@ class Drafts:
         self._requests.accepted_drafts_total += accepted
         group.drafted_total += drafted
         group.accepted_total += accepted
-        chances = draft_choice.Chances(request.draft_chance, request.draft_later)
-        request.draft_chance, request.draft_later = chances.learned(drafted, accepted)
+        known = group if request.draft_chance == UNKNOWN else request
+        self._know(
+            group, request, draft_choice.Chances(known.draft_chance, known.draft_later).learned(drafted, accepted)
+        )
         request.draft_count = drafted
 
 

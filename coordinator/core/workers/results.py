@@ -127,7 +127,7 @@ class StepResults:
         self._finish(group, rows, tokens)
         if running.scores_count:
             self._finish_scored(slots)
-        if group.proposals or result.draft_slots.size:
+        if group.proposals or group.expected or result.draft_slots.size:
             drafts.take(group, sent, result)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
