@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -320,6 +321,7 @@ def _become(
     set_command_line([sys.executable, "-m", module, *arguments])
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the imports may have asked for it: TMPDIR of the environment decides
     sys.argv = [module, *arguments]
     if _forks_text(module):
         from .forked_text import fork_helpers
