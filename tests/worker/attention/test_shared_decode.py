@@ -83,11 +83,11 @@ class Case:
         used = 1
         for row, (length, earlier, common) in enumerate(rows):
             needed = -(-length // BLOCK_SIZE)
-            tables[row, :needed] = np.arange(used + needed, used, -1)
-            alike = min(common, needed, -(-rows[earlier][0] // BLOCK_SIZE))
+            alike = min(common, needed, -(-rows[earlier][0] // BLOCK_SIZE)) if row > earlier else 0
             tables[row, :alike] = tables[earlier, :alike]
-            assert tables[row, :needed].max(initial=0) <= used + needed, "a row without a block for each of its tokens"
-            used += needed
+            tables[row, alike:needed] = np.arange(used + needed - alike, used, -1)
+            used += needed - alike
+            assert tables[row, :needed].max(initial=0) <= used, "a row without a block for each of its tokens"
         quantised = is_quantised(dtype)
         shape = (used + 1, BLOCK_SIZE, heads[1], head_size)
         held, scales = [], []
@@ -181,8 +181,8 @@ def test_rows_have_the_bits_that_they_have_alone(
 def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
     """Every group of query heads that shares, rows for several programs, and long ones."""
     random = Random(head_size)
-    rows = [(random.randint(8000, 8300), len(ROWS), random.choice((30, 200, 500, 600))) for _ in range(70)]
-    for heads in ((8, 8), (24, 8), (32, 8), (28, 4), (16, 2), (48, 4), (32, 2)):
+    rows = [(random.randint(2900, 3000), len(ROWS), random.choice((30, 130, 170, 180))) for _ in range(20)]
+    for heads in ((4, 4), (12, 4), (16, 4), (28, 4), (16, 2), (24, 2), (32, 2)):
         case = Case.make(device, heads, head_size, dtype, [*ROWS, *rows])
         if shared_planner(1, *case.shape, 0, case.target) is None:
             continue
