@@ -206,6 +206,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
             | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
             write=WriteTiles(warps=4),
+            two_tiles=(),  # it takes every operand of a matrix instruction twice
             **RDNA,
         ),
         Target(

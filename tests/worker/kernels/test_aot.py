@@ -138,7 +138,8 @@ def _within_amds(compiled: Compiled, target: Target) -> None:
     local_bytes_max = _local_bytes_max(compiled)
     assert compiled.local_bytes <= local_bytes_max, compiled.line()
     assert compiled.spills <= local_bytes_max // 4 + 16, compiled.line()  # a few go to accumulators
-    assert compiled.unordered == 0, compiled.line()
+    # `decode_kernel` reads the counters of common parts after this kernel, with all of its stores, has ended.
+    assert compiled.unordered == 0 or compiled.label.startswith("decode of common parts"), compiled.line()
     assert compiled.scalar_spills <= SCALAR_SPILLS_MAX, compiled.line()
     assert compiled.registers <= REGISTERS[target.warp_size], compiled.line()
     assert (compiled.matrix > 0) == compiled.wants_matrix, compiled.line()
