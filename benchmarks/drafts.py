@@ -155,7 +155,7 @@ def installation(options: argparse.Namespace, drafts: int, answers: Path) -> Ins
         context_tokens=context,
         blocks=blocks,
         schedule=schedule,
-        sequences=max(64, rows),
+        sequences=max(64, rows, options.draft_rows if drafts else 0),
         worker=worker,
         worker_command=("benchmarks.drafts_worker", str(answers)),
     )

@@ -12,6 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from kvforge.worker.device.target import Target
 
 from .batch import IntArray
 from .decode_plan import STEADY_PARTS, DecodePlanner
@@ -20,6 +23,14 @@ from .shared_prefixes import rows_alike
 
 AnyTables = IntArray | Int32Array
 SAVED_BYTES_MIN = 64 << 20  # of a layer's K and V, which need not be read again; see benchmarks/NOTES.md
+# Where shared parts were seen to have the bits of decodes alone, on a device: head size and dtype of K and V.
+# Elsewhere they were only interpreted and compiled.
+MEASURED = {"sm_90": {(128, torch.bfloat16), (128, torch.float8_e4m3fn)}}
+
+
+def was_measured(target: Target, head_size: int, dtype: torch.dtype) -> bool:
+    """Return whether layers may share reads on a target: where that was measured, and in Triton's interpreter."""
+    return target.backend == "cpu" or (head_size, dtype) in MEASURED.get(target.name, ())
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from .prefill_plan import gluon_problem, hopper_problem, padded_tiles, plan_pref
 from .quantised import is_quantised
 from .reference import PLAIN, ReferenceAttention, rotate
 from .shared_decode import shared_decode, shared_planner
-from .shared_plan import SAVED_BYTES_MIN, SharedPlans, may_share
+from .shared_plan import SAVED_BYTES_MIN, SharedPlanner, SharedPlans, may_share, was_measured
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
@@ -199,7 +199,7 @@ class TritonAttention:
         """Implement `PagedAttention.gains_from_sharing`, for the shapes that have been decoded so far."""
         if not may_share(tables, lengths):
             return False
-        planners = (shared_planner(len(lengths), *shape, self._target) for shape in self._shapes)
+        planners = (self._shared_planner(len(lengths), shape) for shape in self._shapes)
         batch = tables, lengths, block_size, self._saved_bytes_min
         return any(planner is not None and planner.plan(*batch) is not None for planner in planners)
 
@@ -311,14 +311,21 @@ class TritonAttention:
             return plans.shared
         if not batch.is_static:
             return _NOTHING
-        planner = shared_planner(len(_decodes_of(batch)[number].at), *shape, self._target)
+        planner = self._shared_planner(len(_decodes_of(batch)[number].at), shape)
         assert planner is not None, "a static batch launches what its shapes can share"
         return np.zeros(planner.size, np.int32)
+
+    def _shared_planner(self, rows_max: int, shape: _Shape) -> SharedPlanner | None:
+        """Return the planner of shared parts for a shape of layers; None if these never share."""
+        heads, kv_heads, head_size, dtype, window = shape
+        if not was_measured(self._target, head_size, dtype):
+            return None
+        return shared_planner(rows_max, heads, kv_heads, head_size, dtype, window, self._target)
 
     def _runs_shared(self, batch: PagedBatch, shape: _Shape, number: int) -> bool:
         """Return whether launch `number` of a layer is preceded by one of the shared parts."""
         if batch.is_static:
-            return batch.shares_reads and shared_planner(1, *shape, self._target) is not None
+            return batch.shares_reads and self._shared_planner(1, shape) is not None
         return self._plans_of(batch, shape, number) is not None
 
     def _plans_of(self, batch: PagedBatch, shape: _Shape, number: int) -> SharedPlans | None:
@@ -331,7 +338,7 @@ class TritonAttention:
             batch.plans[key] = None
             if number < len(launches):
                 at = launches[number].at
-                planner = shared_planner(len(at), *shape, self._target)
+                planner = self._shared_planner(len(at), shape)
                 at = at[at < len(batch.tables)]  # a static batch has no tables for its padding
                 if planner is not None and may_share(batch.tables[at, :1], batch.lengths[at]):
                     own = batch.tables[at], batch.lengths[at], batch.block_size

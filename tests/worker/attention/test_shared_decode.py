@@ -27,7 +27,7 @@ from kvforge.worker.attention.plan_items import (
 )
 from kvforge.worker.attention.quantised import is_quantised, quantise
 from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
-from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans
+from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans, was_measured
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
@@ -324,3 +324,18 @@ def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytes
     assert sharing.gains_from_sharing(tables, starts + 1, BLOCK_SIZE)
     assert not alone.gains_from_sharing(tables, starts + 1, BLOCK_SIZE)
     assert not sharing.gains_from_sharing(np.arange(8, dtype=np.int32).reshape(2, 4), starts[:2] + 1, BLOCK_SIZE)
+
+
+def test_reads_are_shared_where_that_was_measured() -> None:
+    """On an H200 with heads of 128 in bfloat16 and fp8, and in Triton's interpreter; nowhere else."""
+    on = {
+        (name, head_size, dtype)
+        for name, target in TARGETS.items()
+        for head_size in (64, 128)
+        for dtype in (F16, BF16, FP8)
+        if was_measured(target, head_size, dtype)
+    }
+    assert {each for each in on if each[0] != "cpu"} == {("sm_90", 128, BF16), ("sm_90", 128, FP8)}
+    assert {each[1:] for each in on if each[0] == "cpu"} == {
+        (size, each) for size in (64, 128) for each in (F16, BF16, FP8)
+    }
