@@ -254,3 +254,20 @@ def test_one_step_of_32_has_no_drafts_and_tells_what_such_a_step_takes() -> None
 def test_where_rows_are_dear_drafts_are_tried_ever_more_rarely() -> None:
     _, steps = time_us(8, 2, 50_000, 400, 1.0)
     assert 2 <= steps <= 8, "the first, and after 4, 8, 16, 32 and 64 steps without"
+
+
+@pytest.mark.parametrize(("right", "verified"), [(-1.0, False), (1.0, True)])
+def test_the_first_proposal_of_a_request_is_compared_before_any_is_verified(right: float, verified: bool) -> None:
+    """Wrong after a group of right ones: its chance falls below a half without a step that verifies anything."""
+    driver, worker = timed(8, 5, 3000, 1.0)
+    driver.submit([10, 2, 3, 4], 200)
+    driver.run_until_idle()
+    worker.right = right
+    first, request = len(worker.steps), driver.submit([7, 2, 3, 4], 200)
+    while state_of(driver, request).draft_chance < 0:
+        driver.turn()
+        driver.answer(worker)
+    assert not sum(drafted(worker)[first:])
+    assert (state_of(driver, request).draft_chance > CERTAIN // 2) == verified
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation([7, 2, 3, 4], 200)

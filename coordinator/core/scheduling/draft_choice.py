@@ -4,8 +4,8 @@ A draft adds a row to a step, and a token with the chance that it and those befo
 chances: that its first draft is accepted, and that one behind an accepted draft is. Where answers repeat a text, runs
 of accepted drafts are long, and whether a run goes on is another question than whether one begins. A request learns
 both from its results, and without cost from proposals that no step verified: the next token tells whether they were
-right. A new request begins with the chances of its group's requests. Until steps with drafts and without were measured,
-a row gets one draft.
+right. A new request begins with the chances of its group's requests, and waits for the first such comparison. Until
+steps with drafts and without were measured, a row gets one draft.
 
 Where drafts would pay if they cost nothing, and no number of them does, the group takes no proposals for a number of
 steps that doubles each time, as long as such trials take more than 1 / TRIALS of the time. The step after them has one
@@ -62,6 +62,10 @@ class Chances(NamedTuple):
         if place:
             return Chances(self.first, _kept(self.later, is_right, 1))
         return Chances(_kept(self.first, is_right, 1), self.later)
+
+    def doubted(self) -> Chances:
+        """Return what a new request begins with if these are its group's chances: its first draft is a toss at most."""
+        return Chances(min(self.first, CERTAIN // 2), self.later)
 
     def towards(self, other: Chances) -> Chances:
         """Return these chances moved by 1 / GROUP_OF of the way to others."""

@@ -81,7 +81,8 @@ class Drafts:
                 continue
             group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
             most = min(count, self._wanted(group, slot))
-            if most > 0:
+            request = self._requests.live[int(s.request[slot])]
+            if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
                 kept[slot] = tuple(tokens[first : first + most])
         if not kept or group.next_step < group.drafts_from:
             return
@@ -143,8 +144,9 @@ class Drafts:
     def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
         """Return the chances of a row's request, or of its group's requests while it has none."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
-        known = group if request.draft_chance == UNKNOWN else request
-        return draft_choice.Chances(known.draft_chance, known.draft_later)
+        if request.draft_chance == UNKNOWN:
+            return draft_choice.Chances(group.draft_chance, group.draft_later).doubted()
+        return draft_choice.Chances(request.draft_chance, request.draft_later)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
@@ -187,10 +189,7 @@ class Drafts:
         self._requests.accepted_drafts_total += accepted
         group.drafted_total += drafted
         group.accepted_total += accepted
-        known = group if request.draft_chance == UNKNOWN else request
-        self._know(
-            group, request, draft_choice.Chances(known.draft_chance, known.draft_later).learned(drafted, accepted)
-        )
+        self._know(group, request, self._chances(group, request.slot).learned(drafted, accepted))
         request.draft_count = drafted
 
 
