@@ -3,7 +3,7 @@
     python -m benchmarks.host_writeback [--tokens 32768] [--json FILE]
 
 A sequence fills its blocks one after the other, and each is ordered to the host as it comes (`HostWriteback.order`,
-`HostCopies.flush`, `HostCopies.step_done`). The file has twice its blocks, all of which have entries of others. One
+`HostCopies.flush`, `HostCopies.step_done`). The file has twice its blocks, all with entries of others. One
 process, nothing else of kvforge running, and the garbage collector off, as in the coordinator's loop.
 """
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 ADVANCES = 1  # the row samples, and its slot advances
 AHEAD = 2  # with the d drafts that the row is behind added: the row samples as if these were tokens of its slot
-# 0: nobody reads what the row samples
+# 0: what the row samples is not read

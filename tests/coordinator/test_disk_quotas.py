@@ -50,7 +50,7 @@ def test_a_ceiling_below_the_floor_is_refused() -> None:
         Limits(quotas={"a": Quota(disk_floor=3, disk_ceiling=2)})
 
 
-# behaviour: a tenant is charged for what is written of it, and after a restart for what a worker announces
+# behaviour: a tenant is charged for what is written, and after a restart for what a worker announces
 def test_a_tenant_is_charged_for_its_blocks_of_the_disk(tmp_path: Path) -> None:
     driver = with_disk(quotas={"a": Quota(disk_ceiling=4)})
     for prompt, tenant in ((FIRST, "a"), (SECOND, "b"), ([9, *FIRST], "a"), (SECOND, "b"), (FIRST, "a"), (SECOND, "b")):

@@ -214,7 +214,7 @@ def test_steps_overlap_while_proposals_are_wrong_and_do_not_once_they_are_right(
     assert run(400) == (0, 0)
     worker.right = 1.0
     _, steps = run(800)
-    assert 40 <= steps <= 70, "400 tokens, most of them drafted by eights"
+    assert 40 <= steps <= 70, "400 tokens, mostly drafted by eights"
     driver.run_until_idle()
     assert driver.answer_of(request) == continuation([10, 2, 3, 4], 900)
 

@@ -86,7 +86,7 @@ def survives(tmp_path: Path, url: str) -> None:
 
 
 def stopped_midway(cluster: Cluster, client: openai.OpenAI, content: bytes) -> tuple[int, FileObject, Batch]:
-    """Return how often it tried, a file, and its batch, which has begun and whose worker is stopped (SIGSTOP).
+    """Return how often it tried, a file, and its batch, which has begun, with its worker stopped (SIGSTOP).
 
     Where this process had to wait for a core for so long that the batch ended first, it is removed and made again.
     """

@@ -127,7 +127,7 @@ def wiped(kv: Client, tenant: str) -> tuple[int, int, int]:
     return first.device_blocks, first.host_blocks, first.disk_blocks
 
 
-# behaviour: a wiped tenant has no bytes in the host file and in the segments, and nothing of it comes back
+# behaviour: a wiped tenant has no bytes in the host file and in the segments, and nothing comes back
 def test_a_wiped_tenant_leaves_no_bytes() -> None:
     with Cluster(blocks=BLOCKS) as cluster:
         cluster.start_coordinator()

@@ -59,7 +59,7 @@ def draw(
         gone_s: idle timeout after which the coordinator drops a stopped worker or client.
         silent_s: idle timeout after which its peers drop the coordinator; by then it has given up a dead worker.
         mean_pause_s: mean pause between two faults, above PAUSE_S_MIN.
-        disks: workers have disk tiers, whose processes are killed too.
+        disks: workers have disk tiers, and the processes of these are killed too.
     """
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, GATEWAY, *workers, *clients)

@@ -165,7 +165,7 @@ class ActionDrawer:
             yield action
 
     def _with_wipes(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """Add wipes of tenants to the actions, some of them twice."""
+        """Add wipes of tenants to the actions, some twice."""
         random, wipes_us = self._wipes, 0
         for action in actions:
             if wipes_us <= action[0]:

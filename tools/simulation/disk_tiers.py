@@ -1,6 +1,6 @@
 """Simulated disk tiers: folders that outlive workers and hosts, and the processes that copy from and to them.
 
-Orders end in any order, some of them late, and some not before the process dies. A process that dies leaves any part of
+Orders end in any order, some late, and some not before the process dies. A process that dies leaves any part of
 its writes: the old record is gone, or the new block is there without an acknowledgement. Blocks get flipped bits, a
 disk is full or fails now and then, and in the next life the folder may be another one, because another model is served.
 """

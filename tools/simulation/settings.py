@@ -52,9 +52,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         writeback: blocks that a step writes back to it at most.
         disk_blocks: blocks of the disk tier of each worker; 0 for none.
         flip_share: share of the steps with host copies before which a bit of a block in the file flips.
-        half_share: share of the steps with copies to the host file in the middle of which their worker dies.
+        half_share: share of the steps with copies to the host file that their worker dies amid.
         late_share: share of the orders of a disk that end late.
-        stuck_share: share of them that do not end before the worker dies, or all is calm.
+        stuck_share: share of these that do not end before the worker dies, or all is calm.
         wipe_gap_us: mean time between two wipes of tenants; 0 for none.
         stand_gap_us: mean time between two standstills of the coordinator; 0 for none.
         crash_gap_us: mean time between two deaths of the coordinator; 0 for none, without journal and sessions.

@@ -211,7 +211,7 @@ class _Bench:
         return _difference("attention", got, want, self._tolerance)
 
     def attend_shared(self, count: int) -> str:
-        """Test decodes that begin alike, half of which part from the others early: the bits are those of each alone."""
+        """Test decodes that begin alike, where half part from the others early: the bits are those of each alone."""
         sharing = self.attention.always_sharing()
         if sharing is None:
             return ""

@@ -25,8 +25,8 @@ def shared_planner(
 
     dtype: dtype of K and V.
 
-    These are planners that do not cut a row by its own length, layers with a window, of which little is common, and
-    KV heads whose query heads take more than one tile.
+    These are planners that do not cut a row by its own length, layers with a window, where little is common, and
+    KV heads with query heads for more than one tile.
     """
     group = heads // kv_heads
     rows = ROWS_MIN // group * _tiles(head_size, dtype, target)

@@ -1,13 +1,13 @@
 """The kernel of parts of decodes that several rows have in common: K and V are read once for all of these rows.
 
-A program computes one part for several rows whose blocks, and borders of that part, are equal (see `shared_plan`).
+A program computes one part for several rows with equal blocks and equal borders of that part (see `shared_plan`).
 `decode_kernel` pads the query heads of a KV head to the rows of a matrix instruction; here the heads of several rows
 fill that tile, and TILES of such tiles are computed over each tile of keys. Every row of a tile of queries is
 computed by itself, in the same instructions, layouts and order as in `decode_kernel`, so a part's result has the same
-bits. Whoever changes one kernel changes both: a test compares their bits.
+bits. A change of one kernel is a change of both: a test compares their bits.
 
 The results are partials in `decode_kernel`'s workspace, counted by its counters. It runs next, on the parts that are
-left, at least one of each row, and merges all of them.
+left, at least one of each row, and merges all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans of decodes with common parts: which parts are computed once for several rows, and which for each row alone.
 
 Rows share a part if their block tables agree up to its end, and if its borders are the same. A steady planner cuts a
-row by its own length (see `decode_plan`), so rows whose lengths fill as many tiles of keys have the same borders; other
+row by its own length (see `decode_plan`), so rows with as many tiles of keys have the same borders; other
 ones share the parts before their borders part. The last part of a row, which holds its own token, is never shared.
 
 The bits do not depend on what is shared, so the choice is free: a step shares where that saves enough reads.

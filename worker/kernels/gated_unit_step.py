@@ -7,7 +7,7 @@ With a channel's state S, and the convolved x:
     S = a S + sqrt(1 - a^2) i x, or i x at the begin of a sequence
     result = S activation(gate)
 
-So S is that of a selective state space (`SelectiveSpace`) with one number, whose d is r, and whose input is
+So S is that of a selective state space (`SelectiveSpace`) with one number; its d is r, and its input is
 sqrt(1 - a^2) i x / r: the kernels of Mamba 1 compute it. They are given float32, in which d keeps r.
 """
 

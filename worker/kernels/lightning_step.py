@@ -5,7 +5,7 @@ With a head's state S [value, key], its decay and its query, key and value (arXi
     S = decay S + v k^T
     result = sigmoid(gate) norm(S q)
 
-So S is that of state spaces whose time steps d are always 1: x is v, B is k and C is q. The kernels of Mamba 2 compute
+So S is that of state spaces with time steps d of 1: x is v, B is k and C is q. The kernels of Mamba 2 compute
 it, with a constant where a time step and a gate are read. The constant of the gate multiplies S q by about 1, which the
 norm takes away.
 """
@@ -30,8 +30,8 @@ from .recurrent import RECURRENT, DenseOperations, StateOperations
 from .state_space import StateSpace, StateSpaceInputs
 from .torch_functions import mean_of_rows
 
-STEP_OF_1 = math.log(math.e - 1)  # softplus of it is 1
-GATE_OF_1 = 1.2784645427610738  # SiLU of it is 1
+STEP_OF_1 = math.log(math.e - 1)  # its softplus is 1
+GATE_OF_1 = 1.2784645427610738  # its SiLU is 1
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def _mixing(part: Any) -> Mixing:
 
 
 def _returned(part: Any, mixed: torch.Tensor) -> Any:
-    """Return what a mixer's layer expects of it, from the mixer's result."""
+    """Return what a mixer's layer expects, from the mixer's result."""
     return mixed if own_state_of(type(part)) is None else (mixed, None)
 
 

@@ -62,7 +62,7 @@ def _lightning(_mixer: Any, forward: Callable[..., Any], hidden: torch.Tensor, h
 
 
 def _gated_unit(mixer: Any, forward: Callable[..., Any], hidden: torch.Tensor, held: RowCache) -> torch.Tensor:
-    """Run RecurrentGemma's. Its convolution's state is one shorter than ours, whose oldest input is never read."""
+    """Run RecurrentGemma's. Its convolution's state is one shorter than ours: the oldest input there is never read."""
     inputs, count = held.get_conv_state(0), hidden.shape[1]
     if inputs is None:
         mixer.conv1d_state = hidden.new_zeros((1, mixer.lru_width, mixer.conv1d_width - 1))

@@ -47,7 +47,7 @@ ROWS = [
     (300, 0, 18),  # one part: it is read alone
     (1500, 7, 0),
     (1499, 7, 93),
-    (1411, 9, 0),  # nobody's
+    (1411, 9, 0),  # of no row
     (1500, 0, 93),
     (1503, 0, 93),
 ]
@@ -60,7 +60,7 @@ def device() -> Device:
 
 @dataclass
 class Case:
-    """Rows whose tables begin alike, over random K and V, with NaN where no row has a token."""
+    """Rows with tables that begin alike, over random K and V, with NaN where no row has a token."""
 
     query: torch.Tensor
     layer: KvLayer

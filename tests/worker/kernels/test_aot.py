@@ -74,7 +74,7 @@ LOCAL_BYTES_MAX_LATENT_QUANTISED = {
 # Tiles of 64 x 128 beside the sums of two products; gfx11 takes every operand twice.
 LOCAL_BYTES_MAX_PROMPTS = LOCAL_BYTES_MAX | {"gfx1100": 496, "gfx1151": 496, "gfx1201": 64}
 # Tiles of B and C beside a part of a head's state.
-# gfx1151: 616 but for heads of 128 numbers in float16, whose states are kept in bfloat16 (MiniMax).
+# gfx1151: 616 but for heads of 128 numbers in float16 with states kept in bfloat16 (MiniMax).
 LOCAL_BYTES_MAX_SPACES = LOCAL_BYTES_MAX | {"gfx1100": 616, "gfx1151": 636, "gfx1201": 484}
 # Lines of 256 numbers are operands of two products, and gfx11 takes every operand twice.
 LOCAL_BYTES_MAX_LONG_LINES = LOCAL_BYTES_MAX | {"gfx1100": 704, "gfx1151": 704}
