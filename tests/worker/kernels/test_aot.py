@@ -267,12 +267,12 @@ def test_stores_that_nothing_waits_for_are_found(wait: str) -> None:
 def test_whatever_is_launched_was_compiled(name: str) -> None:
     """Launches of random shapes, specialised by Triton's launcher, cover every compiled configuration (on Hopper
     most)."""
-    target, random = TARGETS[name], Random(7)
+    target = TARGETS[name]
     with recorded(target) as made:
-        for _ in range(2000):
-            launch(target, random)
-        for _ in range(500):
-            launch_latents(target, random)
+        for kind, count in ((launch, 2000), (launch_shared, 2000), (launch_latents, 800)):
+            random = Random(7)
+            for _ in range(count):
+                kind(target, random)
         for _ in range(2000 if target.hopper else 0):
             launch_on_hopper(target, random)
     declared = (configuration for kernel in ATTENTION for configuration in configurations_of(kernel, target))
@@ -310,16 +310,36 @@ def launch(target: Target, random: Random) -> None:
     planner = decode.decode_planner(rows, heads, kv_heads, head_size, stored, options.window, target)
     workspace = decode.DecodeWorkspace.allocate(planner, heads, head_size, torch.device("meta"))
     decode.paged_decode(query, layer, table[random.randint(0, 1) :], items.view(-1), output, workspace, options, target)
-    steady = replace(target, steady=True)
-    if shared_decode.shared_planner(rows, heads, kv_heads, head_size, stored, options.window, steady) is not None:
-        tables = table[random.randint(0, 1) :]
-        shared_decode.shared_decode(query, layer, tables, items.view(-1), workspace, options, steady)
     prefill.paged_prefill(query, layer, table, items, output, options, target)
     rotated = random.choice((None, head_size, head_size // 2))
     angles = None if rotated is None else torch.empty((rows, rotated), dtype=key.dtype, device="meta")
     whole_query = query.to(key.dtype) if random.random() < 0.5 else None
     slots = torch.empty(rows + 1, dtype=torch.int32, device="meta")[random.randint(0, 1) :]
     write.write_kv(whole_query, key, key, angles, angles, layer, slots, target)
+
+
+def launch_shared(target: Target, random: Random) -> None:
+    """Launch a decode of common parts of every kind, as TritonAttention does, for a supported model."""
+    model, stored = random.choice(DTYPES)
+    head_size, kv_heads, rows = _head_size(random), random.choice((1, 2, 8, 10)), random.choice((1, 3, 64, 500))
+    heads, block_size = kv_heads * random.choice((1, 2, 3, 4, 7, 8, 12, 16)), random.choice((8, 16, 32, 128))
+    steady = replace(target, steady=True)
+    planner = shared_decode.shared_planner(rows, heads, kv_heads, head_size, stored, 0, steady)
+    if planner is None:
+        return
+    blocks = random.choice((9, 2**31 // (block_size * kv_heads * head_size * stored.itemsize) + random.choice((0, 1))))
+    options = AttentionOptions(0.1, softcap=random.choice((0.0, 50.0)))
+    with torch.device("meta"):
+        cache = torch.empty((max(1, blocks), block_size, kv_heads, head_size), dtype=stored)
+        scales = torch.empty(cache.shape[:3]) if is_quantised(stored) else None
+        options = replace(options, sinks=random.choice((None, torch.empty(heads + 1)[1:])))
+        packed = torch.empty((rows, heads + 2 * kv_heads, head_size), dtype=model)
+        query = random.choice((packed[:, :heads], packed[:, :heads].clone()))
+        tables = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)[random.randint(0, 1) :]
+        plan = torch.empty(8 * rows, dtype=torch.int32)
+    workspace = decode.DecodeWorkspace.allocate(planner.decode, heads, head_size, torch.device("meta"))
+    layer = KvLayer(cache, cache, scales, scales)
+    shared_decode.shared_decode(query, layer, tables, plan, workspace, options, steady)
 
 
 def launch_latents(target: Target, random: Random) -> None:
