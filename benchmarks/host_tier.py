@@ -128,7 +128,7 @@ def measure_copies(device: Device, geometry: KvGeometry, size: int) -> dict[str,
 
         ways: dict[str, Callable[[], object]] = {"to host": lambda: host.save(copies).settle(), "from host": load}
         found["ours"] = {way: size / best(run) / 1e9 for way, run in ways.items()}
-        found["refused"], found["folder"] = host.problem, folder
+        found["refused"], found["folder"] = host.problem, str(Path(folder).parent)
         host.close()
         pool.close()
     found["share"] = {way: rate / found["plain"][way] for way, rate in found["ours"].items()}
