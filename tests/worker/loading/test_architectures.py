@@ -18,6 +18,7 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.device.device import Device
+from kvforge.worker.loading import probe
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import BINDING, LoadedModel
 from kvforge.worker.loading.verification import in_float32
@@ -231,8 +232,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon with ALiBi": ("falcon", {"alibi": True}, "it uses ALiBi"),
     "bloom": ("bloom", {}, "it uses ALiBi"),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "it uses ALiBi"),
-    "other caches": ("recurrent_gemma", {}, "its layers keep a recurrent state in a cache of their own"),
-    "lightning attention": ("minimax", {}, "1 of its 2 layers"),
+    "other caches": ("rwkv", {}, "its layers keep a recurrent state in a cache of their own"),
     "positions from a cache": (  # and no description
         "llama4_text",
         {**LLAMA4, "num_experts_per_tok": 2},
@@ -261,6 +261,16 @@ def test_refused_at_load_by_name(
     assert caught.value.model == model_type
     assert model_type in str(caught.value)
     assert reason in str(caught.value)
+
+
+def test_a_layer_that_does_not_attend_is_refused(
+    write_config: Callable[..., Path], cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor keeps a state: no model that transformers has is known to be of this kind."""
+    real = probe._recording_pass
+    monkeypatch.setattr(probe, "_recording_pass", lambda *arguments: real(*arguments)[:1])
+    with pytest.raises(UnsupportedModel, match="1 of its 2 layers attend through the registered function"):
+        load_model(write_config("llama"), load_format="dummy", dtype="float32", device=cpu, block_size=4)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
