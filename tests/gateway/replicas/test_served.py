@@ -168,18 +168,25 @@ async def together(served: Replicas, asked: list[tuple[dict[str, Any], dict[str,
 
 
 async def under_load(
-    served: Replicas, asked: list[tuple[dict[str, Any], dict[str, str]]], misfortune: Callable[[], None], after: int
+    served: Replicas,
+    asked: list[tuple[dict[str, Any], dict[str, str]]],
+    misfortune: Callable[[], None],
+    after: int,
+    before: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Return the answers, after a disturbance once the given number of tokens has arrived."""
+    """Return the answers, after a disturbance once the given number of tokens has arrived. before: at a tenth of it."""
     came = 0
-    struck = False
+    struck = warned = False
 
     async def one(each: dict[str, Any], headers: dict[str, str]) -> list[int]:
-        nonlocal came, struck
+        nonlocal came, struck, warned
         tokens: list[int] = []
         async for more in streamed(served.gateway.url, each, headers):
             tokens += more
             came += len(more)
+            if came >= after // 10 and not warned:
+                warned = True
+                before()
             if came >= after and not struck:
                 struck = True
                 misfortune()
@@ -232,8 +239,14 @@ def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(se
             victim.signal("coordinator", signal.SIGSTOP)
         else:
             served.clients["a"].drain(deadline_s=0.001)
+        if how != "killed":
+            victim.signal("w0", signal.SIGCONT)
 
-    answers = asyncio.run(under_load(served, asked, misfortune, 400))
+    def stand() -> None:
+        """Stop the worker: its requests must not end before the misfortune."""
+        victim.signal("w0", signal.SIGSTOP)
+
+    answers = asyncio.run(under_load(served, asked, misfortune, 400, stand))
     assert running[0] > 0, "no request was running"
     if how == "hung":
         served.wait(lambda: not served.ready("a"))
