@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -110,10 +110,17 @@ class World:
 
     def run(self) -> None:
         """Run the world to its end; raise Violation if a promise is broken."""
-        with (
-            patch("kvforge.gateway.replicas.replica.AsyncStreams", lambda client: client),
-            patch("kvforge.gateway.replicas.failover.secrets.randbits", self.random("seeds").getrandbits),
-        ):
+        replicas = "kvforge.gateway.replicas"
+        stand_ins: dict[str, object] = {
+            f"{replicas}.replica.AsyncStreams": lambda client: client,
+            f"{replicas}.failover.secrets.randbits": self.random("seeds").getrandbits,
+        }
+        # The real clock moves while a busy machine runs something else: a seed would not replay.
+        for part in ("failover", "replica", "replica_set"):
+            stand_ins[f"{replicas}.{part}.monotonic"] = lambda: asyncio.get_running_loop().time()
+        with ExitStack() as patched:
+            for target, stand_in in stand_ins.items():
+                patched.enter_context(patch(target, stand_in))
             simulated(self._whole())
 
     async def _whole(self) -> None:
