@@ -174,7 +174,7 @@ async def under_load(
     after: int,
     before: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Return the answers, after a disturbance once the given number of tokens has arrived. before: at a tenth of it."""
+    """Return the answers, after a disturbance once that many tokens have arrived; `before` comes at a tenth."""
     came = 0
     struck = warned = False
 

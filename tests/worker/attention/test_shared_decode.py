@@ -36,7 +36,7 @@ from tests.worker.attention.cases import sinks
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 BLOCK_SIZE = 16
-# Tokens of each row, and how many of its blocks are those of which earlier row.
+# Tokens of each row, and how many blocks it has from an earlier row, and which row.
 ROWS = [
     (1500, 0, 0),
     (1502, 0, 93),  # a draft of the row before: all of its blocks, and more tokens
