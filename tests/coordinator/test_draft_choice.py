@@ -145,7 +145,8 @@ class TimedDriver(Driver):
     def report(self, worker: FakeWorker, result: Any) -> Any:
         """Deliver a result after its time."""
         group = next(iter(self.machine.cache.groups.values()))
-        self.advance(result.duration_us + (self.way_us if len(group.sent) < 2 else 0))
+        alone = group.sent[0].sent_us >= group.result_us  # else the worker had it before the result of the step before
+        self.advance(result.duration_us + (self.way_us if alone else 0))
         return super().report(worker, result)
 
 
@@ -153,14 +154,17 @@ def timed(drafts: int, row_us: int, way_us: int, right: float) -> tuple[TimedDri
     """Return a driver and its worker."""
     driver = TimedDriver(
         drafts_max=drafts,
-        step_rows_max=32,
+        step_rows_max=96,
+        step_tokens_max=96,
+        draft_rows_max=96,
+        sequences_max=96,
         block_size=8,
-        blocks_max=2048,
-        blocks_per_sequence_max=128,
+        blocks_max=4096,
+        blocks_per_sequence_max=256,
         steps_in_flight_max=2,
     )
     driver.way_us = way_us
-    worker = driver.add_worker(2048)
+    worker = driver.add_worker(4096)
     assert isinstance(worker, TimedDrafter)
     worker.row_us, worker.right = row_us, right
     return driver, worker
@@ -187,6 +191,9 @@ def time_us(drafts: int, rows: int, row_us: int, way_us: int, right: float) -> t
         (2, 1000, 0, 0.6),
         (1, 1000, 400, 0.3),
         (2, 50_000, 400, 1.0),
+        (16, 20, 6000, 0.6),  # two steps that overlap have more tokens than one with drafts and its way
+        (16, 20, 1000, 0.6),
+        (16, 5, 3000, 1.0),
     ],
 )
 def test_drafts_cost_at_most_a_fiftieth(rows: int, row_us: int, way_us: int, right: float) -> None:
@@ -249,6 +256,21 @@ def test_one_step_of_32_has_no_drafts_and_tells_what_such_a_step_takes() -> None
     driver.run_until_idle()
     after = [step.step_id for step in worker.steps if step.step_id > 66 and step.drafts.size]
     assert len(after) <= 5 + len(worker.steps) / 94 and len(worker.steps) > 400, "tried ever more rarely"
+
+
+def test_drafts_end_once_two_steps_that_overlap_have_more_tokens() -> None:
+    """The way of results becomes long while drafts pay: steps without drafts are measured two at a time, as they run."""
+    driver, worker = timed(8, 20, 0, 1.0)
+    for row in range(16):
+        driver.submit([10 + row, 2, 3, 4], 900)
+    while len(worker.steps) < 60:
+        driver.step()
+    assert sum(step.drafts.size > 0 for step in worker.steps[20:]) > 35
+    driver.way_us, before = 8000, len(worker.steps)
+    driver.run_until_idle()
+    after = worker.steps[before + 100 :]
+    assert len(after) > 150
+    assert sum(step.drafts.size > 0 for step in after) <= 2 + len(after) / 16
 
 
 def test_where_rows_are_dear_drafts_are_tried_ever_more_rarely() -> None:

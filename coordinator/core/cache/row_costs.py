@@ -2,7 +2,8 @@
 
 The worker says how long each step took; a line is fitted to these times. A step with drafts is in flight alone: the
 device waits for its result to reach the coordinator, and for the next step. That way is measured apart, as what the
-time between two results has more than the step.
+time between two results has more than the step. Steps without drafts overlap; of one that did not, because drafts were
+due, the way says little: such steps would overlap if there were no drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RowCosts:
         self.line = StepCosts()
         self.plain_way = self.drafted_way = UNKNOWN
 
-    def add(self, rows: int, drafts: int, duration_us: int, elapsed_us: int) -> None:
+    def add(self, rows: int, drafts: int, duration_us: int, elapsed_us: int, *, alone: bool = False) -> None:
         """Add a step.
 
         Args:
@@ -33,13 +34,17 @@ class RowCosts:
             drafts: Its drafts.
             duration_us: What the worker took.
             elapsed_us: The time from the result before, or from the step itself if that is later, to its result.
+            alone: It was sent when no other step was in flight, though two may be.
         """
         self.line.add(rows + drafts, duration_us)
         way = UNIT * max(0, min(elapsed_us, DURATION_US_MAX) - duration_us)
         if drafts:
             self.drafted_way = _averaged(self.drafted_way, way)
-        else:
-            self.plain_way = _averaged(self.plain_way, way)
+        elif not alone:
+            # Down at once, for the first way may be that of a step alone.
+            self.plain_way = way if way < self.plain_way else _averaged(self.plain_way, way)
+        elif self.plain_way == UNKNOWN or way < self.plain_way:
+            self.plain_way = way
 
     @property
     def is_known(self) -> bool:

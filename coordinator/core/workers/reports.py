@@ -392,7 +392,8 @@ class WorkerReports:
         if group.drafts and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us
-            group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us)
+            alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
+            group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us, alone=alone)
         group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
