@@ -259,7 +259,7 @@ def test_one_step_of_32_has_no_drafts_and_tells_what_such_a_step_takes() -> None
 
 
 def test_drafts_end_once_two_steps_that_overlap_have_more_tokens() -> None:
-    """The way of results becomes long while drafts pay: steps without drafts are measured two at a time, as they run."""
+    """The way of results becomes long while drafts pay: steps without them are measured two at a time, as they run."""
     driver, worker = timed(8, 20, 0, 1.0)
     for row in range(16):
         driver.submit([10 + row, 2, 3, 4], 900)
