@@ -46,7 +46,7 @@ def measured(tokens: int) -> dict[str, Any]:
     index = PrefixCache(PrefixStore(count, BLOCK_SIZE), blocks, waits, hasher)
     pool = BlockPool(clock, blocks, tenants, waits, index, 1, 0, count)
     tier = HostTiers(1, count, tenants).attach("file", 2 * count, 1)
-    copies = HostCopies(tier, index, blocks)
+    copies = HostCopies(tier, index, blocks, 0, count)
     pool.writeback = HostWriteback(copies, 1)
     sequences = Sequences(clock, limits, waits, 0)
     for value in range(2 * count):  # entries of others, each of one block

@@ -72,6 +72,8 @@ POOL_COUNTS = (
     "host_unswapped",
     "host_swapped_blocks",
     "host_swap_saved_us",
+    "host_skipped",
+    "host_recomputed",
     "disk_blocks",
     "disk_free",
     "disk_cached",

@@ -132,6 +132,8 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
             is used up to a checkpoint.
         host_writeback_blocks: Blocks that sequences have filled and that one step copies to the host tier, while no
             other copy is under way, so that another worker goes on from there if this one dies; 0: none.
+        host_learn_blocks: Evicted blocks over which the host tier averages which share of those used once is wanted
+            again. Where it is small, they are not copied; 0: they always are.
     """
 
     block_size: Count = 16
@@ -140,6 +142,7 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     zero_on_tenant_change: bool = False
     checkpoint_tokens: Count = 2048
     host_writeback_blocks: Annotated[int, Range(0, 4096)] = 0
+    host_learn_blocks: Annotated[int, Range(0, 1 << 20)] = 1024
 
 
 class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -226,6 +226,20 @@ class SavedPool(Saved):
     windows: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
+class SavedHostYield(Saved):
+    """A `HostYield`. `skipped` has its hashes in order."""
+
+    share: int
+    seen: int
+    copying: bool
+    skipped: list[int]
+    skipped_max: int
+    once_total: int
+    wanted_total: int
+    skipped_total: int
+    recomputed_total: int
+
+
 class SavedHostTier(Saved):
     """A `HostTier`.
 
@@ -260,6 +274,7 @@ class SavedHostTier(Saved):
     wiping: set[int] = msgspec.field(default_factory=set)
     stale: set[int] = msgspec.field(default_factory=set)
     breaks: int = 0
+    yields: SavedHostYield | None = None
 
 
 class SavedDiskTier(Saved):
@@ -328,6 +343,7 @@ class SavedHostCopies(Saved):
     write_costs: SavedCosts | None = None
     read_costs: SavedCosts | None = None
     disk: SavedDiskCopies | None = None
+    reused: I32 | None = None
 
 
 class SavedGroup(Saved):

@@ -268,7 +268,9 @@ class _Restoring:
         self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs", "row_costs", "host")
         if saved.host is not None:
             cache = self._machine.cache
-            copies = HostCopies(cache.host_tiers.tiers[saved.host.identity], group.index, cache.blocks)
+            tier = cache.host_tiers.tiers[saved.host.identity]
+            copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count)
+            copies.compute_costs = group.costs
             parts = ("identity", "backlog", "write_costs", "read_costs", "disk")
             group.host = pool.host = self._fields.restore(copies, saved.host, *parts)
             for costs, line in (
@@ -300,8 +302,11 @@ class _Restoring:
 
     def _host_tier(self, saved: c.SavedHostTier) -> HostTier:
         tier = self._machine.cache.host_tiers.new(saved.identity, saved.total)
-        self._fields.restore(tier, saved, "lru", "own", "stamp")
+        self._fields.restore(tier, saved, "lru", "own", "stamp", "yields")
         _restore_last_uses(tier, saved)
+        if saved.yields is not None:
+            self._fields.restore(tier.yields, saved.yields, "skipped")
+            tier.yields.skipped.update(dict.fromkeys(saved.yields.skipped))
         tier._by_value.update((node.value, node_id) for node_id, node in tier.nodes.items())
         return tier
 

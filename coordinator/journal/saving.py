@@ -128,7 +128,8 @@ class _Saving:
         )
 
     def _host_tier(self, tier: HostTier) -> c.SavedHostTier:
-        return self._of(c.SavedHostTier, tier, lru=[], **_last_uses(tier))
+        yields = self._of(c.SavedHostYield, tier.yields, skipped=list(tier.yields.skipped))
+        return self._of(c.SavedHostTier, tier, lru=[], yields=yields, **_last_uses(tier))
 
     def _host(self, group: Group) -> c.SavedHostCopies | None:
         host = group.host

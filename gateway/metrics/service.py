@@ -302,6 +302,18 @@ _COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], 
         _W,
     ),
     (
+        "host_skipped_blocks",
+        "Blocks that the pool evicted and did not copy to the worker's host file: too few of such are wanted again.",
+        _by_worker("host_skipped"),
+        _W,
+    ),
+    (
+        "host_recomputed_blocks",
+        "Blocks that were computed again after kvforge_host_skipped_blocks_total counted them.",
+        _by_worker("host_recomputed"),
+        _W,
+    ),
+    (
         "host_misses",
         "Blocks of the worker's host file that did not hold what was expected, by what differed: tag, checksum.",
         _misses("host"),

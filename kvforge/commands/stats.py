@@ -10,7 +10,19 @@ from kvforge.protocol.messages import DiskStats, RequestStats, Stats
 from . import parsing, printing
 
 HOST_STATES = ("blocks", "free", "cached", "quarantined")
-HOST_HEAD = ("host tier", *HOST_STATES, "saved", "loaded", "evicted", "unsaved", "missed", "swapped", "s saved")
+HOST_HEAD = (
+    "host tier",
+    *HOST_STATES,
+    "saved",
+    "loaded",
+    "evicted",
+    "unsaved",
+    "skipped",
+    "recomputed",
+    "missed",
+    "swapped",
+    "s saved",
+)
 DISK_HEAD = (
     "disk tier",
     *HOST_STATES,
@@ -79,6 +91,8 @@ def show(stats: Stats) -> None:
             pool.host_loaded_total,
             pool.host_evicted_total,
             pool.host_unsaved_total,
+            pool.host_skipped_total,
+            pool.host_recomputed_total,
             pool.host_missed_tags_total + pool.host_missed_checksums_total,
             f"{pool.host_swapped_total} of {pool.host_swapped_total + pool.host_unswapped_total}",
             f"{pool.host_swap_saved_us_total / 1e6:.1f}",

@@ -320,6 +320,10 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         host_loaded_total: Blocks copied from the file, each a hit.
         host_evicted_total: Entries of the file that gave their block to another.
         host_unsaved_total: Blocks that the pool evicted, for which the file had no place.
+        host_skipped_total: Blocks that the pool evicted and that were not copied, because they were used once and too
+            few of such blocks are wanted again.
+        host_recomputed_total: Skipped blocks that were computed again.
+        host_wanted_permille: How many of 1,000 evicted blocks that were used once are wanted again, recently.
         host_swapped_total: Preempted requests that came back with blocks from the file.
         host_unswapped_total: Those that computed the tokens in such blocks again, because that takes less time or the
             copies or the computation were not measured yet.
@@ -358,6 +362,9 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     host_quarantined: int = 0
     host_evicted_total: int = 0
     host_unsaved_total: int = 0
+    host_skipped_total: int = 0
+    host_recomputed_total: int = 0
+    host_wanted_permille: int = 0
     host_swapped_total: int = 0
     host_unswapped_total: int = 0
     host_swapped_blocks_total: int = 0

@@ -28,6 +28,7 @@ HOSTED = Settings(
     vocabulary=12,
     host_blocks=48,
     writeback=2,
+    learn=6,
     quotas={"cat": Quota(host_ceiling=9)},
     flip_share=0.2,
     step_us=2000,
@@ -41,7 +42,9 @@ LIKELY = {
     "copies_in_flight_survive_a_wipe": 1,
     "entries_of_another_file_hit": 1,
     "host_copies_left_out_of_repeated_steps": 11,
-    "damaged_host_entries_stay_hits": 1,
+    "half_written_blocks_stay_entries": 3,
+    "blocks_with_flipped_bits_count": 2,
+    "damaged_host_entries_stay_hits": 2,
     "load_survives_the_sequence": 10,
     "readers_of_host_blocks_forgotten": 27,
 }

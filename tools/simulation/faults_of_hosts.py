@@ -12,6 +12,7 @@ from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier, HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
+from kvforge.coordinator.core.cache.host_yield import HostYield
 from kvforge.coordinator.core.cache.residency import Residency
 from tools.simulation.faults import Patch
 
@@ -250,3 +251,23 @@ def host_blocks_beyond_a_ceiling() -> list[Patch]:
         return bool(self._free)
 
     return [(HostTier, "_may_take_free", any_free)]
+
+
+@fault
+def yield_of_host_copies_never_counted() -> list[Patch]:
+    """Blocks that were used once never count as wanted again, so that their copies end for ever."""
+
+    def wanted(self: HostYield) -> None:
+        pass
+
+    return [(HostYield, "wanted", wanted)]
+
+
+@fault
+def skipped_blocks_are_not_recognised() -> list[Patch]:
+    """A block that was evicted without a copy and is computed again counts as used once, again and again."""
+
+    def computed_again(self: HostYield, values: list[int]) -> list[int]:
+        return []
+
+    return [(HostYield, "computed_again", computed_again)]

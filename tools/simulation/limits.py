@@ -27,7 +27,7 @@ def make_limits(quotas: dict[str, Quota] | None = None, **named: Any) -> Limits:
     return Limits(**parts, quotas=quotas or {})
 
 
-ZERO = ("lease_s", "pinned_percent_max", "drafts_max", "host_writeback_blocks")  # may be 0
+ZERO = ("lease_s", "pinned_percent_max", "drafts_max", "host_writeback_blocks", "host_learn_blocks")  # may be 0
 
 
 def counts() -> list[str]:

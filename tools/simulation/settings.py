@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         window_pages: blocks with the KV of these layers for one block of tokens.
         host_blocks: blocks of the host file of each worker; 0 for none.
         writeback: blocks that a step writes back to it at most.
+        learn: evicted blocks over which copies to it are judged; 0: all are made.
         disk_blocks: blocks of the disk tier of each worker; 0 for none.
         flip_share: share of the steps with host copies before which a bit of a block in the file flips.
         half_share: share of the steps with copies to the host file that their worker dies amid.
@@ -108,6 +109,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     measures: bool = True
     host_blocks: int = 0
     writeback: int = 0
+    learn: int = 1024
     disk_blocks: int = 0
     flip_share: float = 0.0
     half_share: float = 0.0
@@ -178,6 +180,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             partial_tokens_min=self.partial_tokens_min,
             checkpoint_tokens=self.checkpoint_tokens,
             host_writeback_blocks=self.writeback,
+            host_learn_blocks=self.learn,
             policy=self.policy,
             samples_max=SAMPLES_MAX,
             ageing_us=self.ageing_us,
@@ -347,6 +350,7 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
     shares["wipe_gap_us"] = random.choice((0, 10_000, 60_000))
     if not settings.deadly:  # there, only deadly requests may crash workers
         shares["half_share"] = random.choice((0.0, 0.02, 0.1))
+    shares["learn"] = random.choice((0, 2, 8, 30))
     return msgspec.structs.replace(settings, host_blocks=blocks, **shares)
 
 

@@ -503,8 +503,7 @@ class BlockPool:
         Returns:
             Keys of the entries, [n] int64.
         """
-        if self.writeback is not None:
-            self.writeback.note(ids)
+        self._note_filled(ids, values)
         if self.index.add_new(ids, parents, values, contents):
             return self.index.keys(ids)
         each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
@@ -514,14 +513,19 @@ class BlockPool:
         self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
     ) -> int:
         """Apply `index_block` to [n] consecutive blocks of one sequence. Return the key of the last entry."""
-        if self.writeback is not None:
-            self.writeback.note(ids)
+        self._note_filled(ids, values)
         keys = self.index.keys(ids)
         if self.index.add_new(ids, np.concatenate([[parent], keys[:-1]]), values, contents):
             return int(keys[-1])
         for block, value, tokens in zip(ids.tolist(), values.tolist(), contents, strict=True):
             parent = self.index_block(block, parent, value, tokens)
         return parent
+
+    def _note_filled(self, ids: npt.NDArray[np.integer], values: Hashes) -> None:
+        """Let the host tier know about blocks that are going to be indexed: [n] ids and chained hashes."""
+        if self.host is not None and self.writeback is not None:
+            self.host.note_computed(ids, values)
+            self.writeback.note(ids)
 
     def unindex(self, block: int) -> None:
         """Remove a block from the prefix index. A block without holders becomes free."""

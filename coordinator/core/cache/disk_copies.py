@@ -175,7 +175,7 @@ class DiskCopies:
                 tier.prune(disk_id)
                 tier.unsaved_total += 1
                 continue
-            tier.nodes[disk_id].tag = node.tag
+            tier.nodes[disk_id].tag, tier.nodes[disk_id].once = node.tag, node.once
             host.hold(node_id)
             self._order(DiskOrder(DISK_WRITE, node_id, disk_id))
             return True
@@ -262,6 +262,7 @@ class DiskCopies:
                 break
             disk_id = found[number - first]
             tier.hold(disk_id)
+            node.once, tier.nodes[disk_id].once = tier.nodes[disk_id].once, False
             self._loading[node_id] = self._last_load
             ours.add(self._order(DiskOrder(DISK_READ, node_id, disk_id, self._last_load)))
         host.prune(parent)
@@ -271,6 +272,13 @@ class DiskCopies:
             self.loads[self._last_load] = ours
             awaited[self._last_load] = None
         return tuple(awaited)
+
+    def read_above(self, host_id: int) -> None:
+        """Note that the copy in the host tier is read: reading the one on the disk later is no first read."""
+        node = self._host.nodes[host_id]
+        disk_id = self.tier.find(node.value, node.tokens)
+        if disk_id is not None:
+            self.tier.nodes[disk_id].once = False
 
     def stats(self) -> DiskStats:
         """Return what is shown of the tier."""

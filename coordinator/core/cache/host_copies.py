@@ -21,14 +21,16 @@ from collections import deque
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from kvforge.protocol.messages import MISSED_CHECKSUM, MISSED_TAG, NO_INT32, Int32Array
 
-from .blocks import Blocks
+from .blocks import BlockIds, Blocks
 from .costs import StepCosts
 from .disk_copies import DiskCopies
 from .hashing import Hashes
 from .host_tier import NO_HOST_BLOCK, HostNode, HostTier
+from .host_yield import needed_yield
 from .prefix_cache import PrefixCache, Tokens, root_key
 from .sequences import Sequences
 
@@ -74,10 +76,14 @@ class HostCopies:
         write_costs: The measured cost of copies to the host by their blocks.
         read_costs: The same of those from it.
         disk: Copies between this tier and the disk tier; None if the worker has none.
+        compute_costs: The measured cost of steps by their prompt tokens: those of the group.
+        reused: For each block of the pool, the generation in which it was used again; see `host_yield`.
     """
 
-    def __init__(self, tier: HostTier, index: PrefixCache, blocks: Blocks) -> None:
-        self.tier, self.index, self._blocks = tier, index, blocks
+    def __init__(self, tier: HostTier, index: PrefixCache, blocks: Blocks, base: int, count: int) -> None:
+        self.tier, self.index, self._blocks, self._base = tier, index, blocks, base
+        self.compute_costs = StepCosts()
+        self.reused = np.full(count, -1, np.int32)
         self.writes: dict[int, int] = {}
         self.reads: dict[int, int] = {}
         self.loads: dict[int, HostLoad] = {}
@@ -102,13 +108,26 @@ class HostCopies:
     def save(self, block: int) -> None:
         """Copy an indexed block that is about to be evicted to the host, with those before it that are not there yet.
 
-        A block that lost its prefix in the index cannot be hit and is not saved.
+        A block that lost its prefix in the index cannot be hit and is not saved. One that was used once is skipped
+        while copies of such blocks are not read.
         """
-        tier, index = self.tier, self.index
+        once = not self.is_reused(block)
+        if once and not self.tier.yields.copies(self.needed_yield()):
+            self._skip(block)
+            return
         node_id = self.node_of(block)
         if node_id is None:
-            tier.unsaved_total += 1
+            self.tier.unsaved_total += 1
             return
+        self._save_chain(block, node_id)
+        node = self.tier.nodes.get(node_id)
+        if once and node is not None and node.block != NO_HOST_BLOCK:
+            node.once = True
+            self.tier.yields.evicted()
+
+    def _save_chain(self, block: int, node_id: int) -> None:
+        """Copy a block and those before it, up to one that is on the host."""
+        tier, index = self.tier, self.index
         key = index.key(block)
         while node_id > 0 and index.alive(key) and tier.nodes[node_id].entry == key:
             if tier.nodes[node_id].block != NO_HOST_BLOCK:
@@ -121,6 +140,41 @@ class HostCopies:
                 return
             self.writes[at] = node_id
             node_id, key = tier.nodes[node_id].parent, index.parent_of(at)
+
+    def _skip(self, block: int) -> None:
+        """Make no copy of a block that is about to be evicted, and remember it."""
+        tier, index = self.tier, self.index
+        if not index.alive(index.parent_of(block)):
+            tier.unsaved_total += 1
+            return
+        tier.yields.evicted()
+        value, tokens = index.hash_of(block), index.tokens_of(block).tobytes()
+        for lower in (tier, self.disk.tier) if self.disk is not None else (tier,):
+            node_id = lower.find(value, tokens)
+            if node_id is not None and lower.nodes[node_id].block != NO_HOST_BLOCK:
+                lower.use(node_id)
+                lower.nodes[node_id].once = True
+                return
+        tier.yields.skip(value)
+
+    def needed_yield(self) -> int:
+        """Return the share of copies that must be read for copies to pay, as `needed_yield`."""
+        return needed_yield(self.write_costs, self.read_costs, self.compute_costs, self._blocks.block_size)
+
+    def is_reused(self, block: int) -> bool:
+        """Return whether a block was used again."""
+        return self.reused.item(block - self._base) == self._blocks.generation.item(block)
+
+    def reuse(self, ids: BlockIds) -> None:
+        """Note blocks that are used again, or will be: [n]. They are copied to the host when they are evicted."""
+        self.reused[ids - self._base] = self._blocks.generation[ids]
+
+    def note_computed(self, ids: npt.NDArray[np.integer], values: Hashes) -> None:
+        """Note blocks that were filled, with their hashes: [n]. If they were skipped before, they are reused."""
+        if self.tier.yields.skipped:
+            places = self.tier.yields.computed_again(values.tolist())
+            if places:
+                self.reuse(ids[places].astype(np.int64))
 
     def node_of(self, block: int) -> int | None:
         """Return the node of an indexed block, made with those of its ancestors if it is new; None for none."""
@@ -187,6 +241,11 @@ class HostCopies:
             end: How many tokens of the sequence have KV then.
         """
         self.reads.update(zip(targets, nodes, strict=True))
+        self.reuse(np.array(targets, np.int64))
+        for node_id in nodes:
+            self.tier.wanted(node_id)
+            if self.disk is not None:
+                self.disk.read_above(node_id)
         self.loads[slot] = HostLoad(end, nodes=nodes)
 
     def forget(self, slot: int) -> None:
@@ -331,6 +390,7 @@ class HostCopies:
         assert tier.wiping == {block for sent in self.sent for block in sent.wipes}, "host blocks that steps wipe"
         for node_id in reads:
             readers[node_id] = readers.get(node_id, 0) + 1
+        assert all(self.index.find(value) is None for value in tier.yields.skipped), "a skipped block is there again"
         assert len(set(writes)) == len(writes), "a host block is written twice"
         for node_id, node in tier.nodes.items():
             assert node.readers == readers.get(node_id, 0), "readers of a host block"

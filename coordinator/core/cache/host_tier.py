@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from .hashing import Hashes
 from .host_lru import HostLru
+from .host_yield import HostYield
 from .tenants import Shares, Tenants
 from .wipes import NO_TAG, Wipes
 
@@ -48,6 +49,7 @@ class HostNode(msgspec.Struct):
         readers: Copies out of the block that are pending or in flight.
         children: Nodes behind it.
         whole: `HostTier.breaks` when all blocks before it were in the tier; -1: that was not seen.
+        once: Its block was used once when the pool evicted it, and was not read since; see `HostYield`.
         owner: The tenant that is charged for its block; 0 for none.
         damaged: A read did not find the content in the block, which is freed once nothing reads it.
         tag: The tenant that was charged when the entry was made, as `Wipes` names it; NO_TAG for none.
@@ -67,6 +69,7 @@ class HostNode(msgspec.Struct):
     tag: int = NO_TAG
     wiped: bool = False
     whole: int = -1
+    once: bool = False
 
 
 class HostTier:
@@ -91,10 +94,17 @@ class HostTier:
         wiping: Blocks for which that is ordered.
         stale: Free blocks that may have bytes of an earlier entry.
         breaks: How often an entry went although others were behind it: damaged, lost or wiped ones do.
+        yields: Which evicted blocks are copied here.
     """
 
     def __init__(
-        self, identity: str, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None
+        self,
+        identity: str,
+        total: int,
+        nodes_max: int,
+        shares: Shares | None = None,
+        wipes: Wipes | None = None,
+        window: int = 0,
     ) -> None:
         self.identity, self.total, self._nodes_max, self._wipes = identity, total, nodes_max, wipes
         self._shares = shares
@@ -110,6 +120,7 @@ class HostTier:
         self.wiping: set[int] = set()
         self.stale: set[int] = set()
         self.breaks = 0
+        self.yields = HostYield(window, total)
         self.saved_total = self.loaded_total = self.evicted_total = self.unsaved_total = 0
         self.swapped_total = self.unswapped_total = 0
         self.swapped_blocks_total = self.swap_saved_us_total = 0
@@ -243,6 +254,7 @@ class HostTier:
             self.drop(oldest)
             node.children -= 1
         node.block, node.written = self._free.pop(), False
+        self.yields.skipped.pop(node.value, None)
         self.stale.discard(node.block)
         self._charge(node, owner)
         node.tag = self._wipes.tag_of(owner) if self._wipes is not None else NO_TAG
@@ -315,6 +327,13 @@ class HostTier:
         else:
             self._lru.add(node_id, node.owner, not node.children)
 
+    def wanted(self, node_id: int) -> None:
+        """Count an entry that is going to be read, if its block was used once and not read since."""
+        node = self.nodes[node_id]
+        if node.once:
+            node.once = False
+            self.yields.wanted()
+
     def hold(self, node_id: int) -> None:
         """Add a reader, which keeps the entry."""
         node = self.nodes[node_id]
@@ -359,7 +378,7 @@ class HostTier:
             self._free.append(node.block)
             self.stale.add(node.block)
         node.block, node.written, node.readers, node.damaged = NO_HOST_BLOCK, False, 0, False
-        node.tag, node.wiped = NO_TAG, False
+        node.tag, node.wiped, node.once = NO_TAG, False, False
         self.prune(node_id)
 
     def attach(self, epoch: int) -> None:
@@ -392,6 +411,7 @@ class HostTier:
             elif node.written:
                 self.drop(node_id)
         self._wipe_unused()
+        self.yields.skipped.clear()
         return len(mine)
 
     def _wipe_unused(self) -> None:
@@ -430,6 +450,7 @@ class HostTier:
         """Check that the books agree."""
         owners = Counter(node.owner for node in self.nodes.values() if node.block != NO_HOST_BLOCK and node.owner)
         assert self.usage == owners, "host blocks that tenants are charged for"
+        self.yields.check_invariants()
         if self._shares is not None:
             _, ceilings = self._shares
             assert all(blocks <= ceilings[tenant] for tenant, blocks in self.usage.items()), (
@@ -446,6 +467,8 @@ class HostTier:
             assert not node.damaged or node.readers, "a damaged entry is kept"
             assert not node.wiped or not node.written or node.readers, "a wiped entry is kept"
             assert not node.tag or node.block != NO_HOST_BLOCK, "a node without a block has a tag"
+            assert not node.once or node.block != NO_HOST_BLOCK, "a node without a block is waited for"
+            assert node.block == NO_HOST_BLOCK or node.value not in self.yields.skipped, "a copied block was skipped"
             assert self._lru.has(node_id, node.owner) == (node.written and not node.readers), (
                 "entries that can be evicted"
             )
@@ -465,9 +488,15 @@ class HostTiers:
     """
 
     def __init__(
-        self, tiers_max: int, ancestors_max: int, tenants: Tenants | None = None, wipes: Wipes | None = None
+        self,
+        tiers_max: int,
+        ancestors_max: int,
+        tenants: Tenants | None = None,
+        wipes: Wipes | None = None,
+        window: int = 0,
     ) -> None:
         self._tiers_max, self._ancestors_max, self._tenants, self._wipes = tiers_max, ancestors_max, tenants, wipes
+        self._window = window
         self.tiers: dict[str, HostTier] = {}
 
     def is_mapped(self, identity: str) -> bool:
@@ -498,7 +527,7 @@ class HostTiers:
     def new(self, identity: str, total: int) -> HostTier:
         """Return empty books of a file."""
         shares = self._tenants.host_shares if self._tenants is not None else None
-        return HostTier(identity, total, 4 * total + self._ancestors_max, shares, self._wipes)
+        return HostTier(identity, total, 4 * total + self._ancestors_max, shares, self._wipes, self._window)
 
     def check_invariants(self) -> None:
         """Check the books of each file."""

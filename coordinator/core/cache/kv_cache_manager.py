@@ -80,7 +80,8 @@ class KVCacheManager:
         self.store = PrefixStore(bounds.blocks_max, block_size)
         self.hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
         self.wipes = Wipes(self.tenants, self.hasher)
-        self.host_tiers = HostTiers(bounds.pools_max, bounds.blocks_per_sequence_max, self.tenants, self.wipes)
+        window, ancestors_max = limits.cache.host_learn_blocks, bounds.blocks_per_sequence_max
+        self.host_tiers = HostTiers(bounds.pools_max, ancestors_max, self.tenants, self.wipes, window)
         self.indexing = Indexing(self.sequences, self.hasher, self.windows)
         self._epochs = 0
         self.model: ModelInfo | None = None
@@ -129,7 +130,8 @@ class KVCacheManager:
         self.groups[number] = group
         if ready.host_blocks:
             tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch, ready.host_new)
-            group.host = pool.host = HostCopies(tier, index, self.blocks)
+            group.host = pool.host = HostCopies(tier, index, self.blocks, base, blocks)
+            group.host.compute_costs = group.costs
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:
                 group.host.disk = self.disk_copies(ready.disk_blocks, tier)
@@ -150,6 +152,7 @@ class KVCacheManager:
         tier = DiskTier(
             blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.tenants.disk_shares, self.wipes
         )
+        host.yields.remember(blocks)
         return DiskCopies(tier, host)
 
     def drop_group(self, group: Group) -> Slots:

@@ -229,6 +229,8 @@ class Residency:
                 group.host.unhold(placement.host)
             raise
         block, common = placement.partial
+        if group.host is not None:
+            group.host.reuse(placement.hits)
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
         if group.state_blocks:
@@ -300,8 +302,19 @@ class Residency:
         group.pool.release(sources, group.next_step)
         return fresh[:kv]
 
+    def note_reuse(self, slot: int) -> None:
+        """Let the host tier know that a sequence with blocks goes on, later or with another request."""
+        s = self._sequences
+        group = self._groups.get(int(s.pool[slot]))
+        if group is not None and group.host is not None:
+            group.host.reuse(s.blocks_of(slot)[: int(s.computed[slot]) // s.block_size])
+
     def release_kv(self, slot: int) -> int:
         """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
+        self.note_reuse(slot)
+        return self._release_kv(slot)
+
+    def _release_kv(self, slot: int) -> int:
         s = self._sequences
         if s.pool[slot] == NO_POOL:
             return 0
@@ -344,7 +357,7 @@ class Residency:
     def remove(self, slot: int) -> int:
         """End a sequence. Return how many of its blocks have no holder left."""
         s = self._sequences
-        dead = self.release_kv(slot)
+        dead = self._release_kv(slot)
         s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
 

@@ -12,6 +12,7 @@ from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.host_copies import HostCopies
 from ..cache.host_tier import NO_HOST_BLOCK
+from ..cache.host_yield import WHOLE
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
@@ -98,7 +99,7 @@ class Explainer:
             return [f"the next step copies its old content to block {at} of the host tier: the pool evicted it"]
         node, disk = host.entry_of(block), self._disk_copy(host, block)
         if node is None or node.block == NO_HOST_BLOCK:
-            return disk
+            return [*disk, *_eviction(host, block)]
         if node.written:
             return [f"its content is in block {node.block} of the host tier too", *disk]
         return [f"its content is being copied to block {node.block} of the host tier"]
@@ -355,6 +356,19 @@ def _facts(info: Message, *names: str) -> Facts:
 def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
     shown = ", ".join(map(str, ids[:16].tolist()))
     return f"{shown}, ... ({ids.size} in all)" if ids.size > 16 else shown
+
+
+def _eviction(host: HostCopies, block: int) -> list[str]:
+    """Describe whether the host tier gets an indexed block without a copy when the pool evicts it."""
+    if not host.index.alive(host.index.key(block)):
+        return []
+    if host.is_reused(block):
+        return ["the host tier gets a copy when it is evicted: it was used again, or its sequence goes on"]
+    yields, needed = host.tier.yields, 1000 * host.needed_yield() // WHOLE
+    facts = f"it was used once, {yields.wanted_permille} of 1,000 such blocks are wanted again, and {needed} pay"
+    if yields.copying:
+        return [f"the host tier gets a copy when it is evicted: {facts}"]
+    return [f"the host tier gets no copy when it is evicted: {facts}"]
 
 
 def _returns(request: Request) -> list[str]:

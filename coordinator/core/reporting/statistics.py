@@ -113,6 +113,9 @@ def _host_stats(tier: HostTier | None) -> dict[str, int]:
         "host_loaded_total": tier.loaded_total,
         "host_evicted_total": tier.evicted_total,
         "host_unsaved_total": tier.unsaved_total,
+        "host_skipped_total": tier.yields.skipped_total,
+        "host_recomputed_total": tier.yields.recomputed_total,
+        "host_wanted_permille": tier.yields.wanted_permille,
         "host_swapped_total": tier.swapped_total,
         "host_unswapped_total": tier.unswapped_total,
         "host_swapped_blocks_total": tier.swapped_blocks_total,
@@ -284,6 +287,8 @@ def _host_row(tier: HostTier | None, block_size: int) -> tuple[int, ...]:
         tier.unswapped_total,
         tier.swapped_blocks_total,
         tier.swap_saved_us_total,
+        tier.yields.skipped_total,
+        tier.yields.recomputed_total,
     )
 
 

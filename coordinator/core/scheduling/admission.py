@@ -104,6 +104,7 @@ class Admission:
     def _wait_again(self, request: Request) -> None:
         slot, s = request.slot, self._cache.sequences
         self.note_computed([request])
+        self._cache.residency.note_reuse(slot)
         self.vacate(request)
         if request.sequence_id:
             self._cache.residency.release_kv(slot)
@@ -276,6 +277,8 @@ class Admission:
             slot = self._create_sequence(request)
         if s.pool[slot] == NO_POOL:
             cache.residency.move_in(slot, placement)
+        else:
+            cache.residency.note_reuse(slot)
         cached = int(s.scheduled[slot])
         self._count_prefix(request, slot, cached, again)
         if placement.returns is not None:

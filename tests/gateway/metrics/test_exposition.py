@@ -118,12 +118,14 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
     swaps = [value(found, "kvforge_host_swaps_total", worker="w0", way=way) for way in ("read", "computed")]
     assert swaps == [25, 26] and value(found, "kvforge_host_swapped_bytes_total", worker="w0") == 27 * 4096
     assert value(found, "kvforge_host_swap_saved_seconds_total", worker="w0") == pytest.approx(28e-6)
+    skipped = [value(found, f"kvforge_host_{name}_blocks_total", worker="w0") for name in ("skipped", "recomputed")]
+    assert skipped == [29, 30]
     disks = [value(found, "kvforge_disk_blocks", worker="w0", state=state) for state in states]
-    assert disks == [30, 31, 29 - (30 + 31 + 32), 32]
+    assert disks == [32, 33, 31 - (32 + 33 + 34), 34]
     names = ("recovered_blocks", "saved_blocks", "loaded_blocks", "evicted_blocks", "unsaved_blocks", "failed_copies")
     moved = [value(found, f"kvforge_disk_{name}_total", worker="w0") for name in (*names, "late_requests")]
-    assert moved == [33, 34, 35, 36, 37, 38, 39]
-    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [40, 41]
+    assert moved == [35, 36, 37, 38, 39, 40, 41]
+    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [42, 43]
     assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
     assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
     assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0
