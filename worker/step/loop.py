@@ -509,6 +509,7 @@ class Worker:
         self._connection.look()
         if self._still_connected():  # a recovered coordinator requests it after the handshake
             self._connection.send(result)
+        self._runner.accept_drafts()
         self._runner.meter.send_ns += time.monotonic_ns() - started_ns
         lost = [error for error in outcome.errors if error.error.code == GpuError.code]
         device = self._runner.model.device

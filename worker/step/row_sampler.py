@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Int32Array
 from kvforge.worker.device.device import Device, as_worker_error
 from kvforge.worker.device.queue import AsyncCopy
@@ -158,15 +159,20 @@ class RowSampler:
         return sampled.slots[kept], rows.pick(kept)
 
     @torch.inference_mode()
-    def advance(self, read: list[tuple[Int32Array, HostRows]], pending: PendingStep, begun: frozenset[int]) -> None:
-        """Advance the slots of rows with drafts by their accepted tokens, and fail those that cannot be.
+    def advance(
+        self, read: list[tuple[Int32Array, HostRows]], pending: PendingStep, begun: frozenset[int]
+    ) -> dict[int, KvforgeError]:
+        """Advance the slots of rows with drafts by their accepted tokens.
 
         Args:
             read: What `read` returned for each of `PendingStep.sampled`.
             pending: The step, with its errors.
             begun: Slots that later steps have assigned to new requests.
+
+        Returns:
+            The error of each slot that could not be advanced.
         """
-        left_out = begun | pending.errors.keys()
+        left_out, failed = begun | pending.errors.keys(), dict[int, KvforgeError]()
         for sampled, (slots, rows) in zip(pending.sampled, read, strict=True):
             if sampled.ahead is None:
                 continue
@@ -177,7 +183,8 @@ class RowSampler:
                 self._state.advance(slots[kept], rows.tokens[kept])
             except Exception as error:  # noqa: BLE001 - the state of these slots is unknown: their requests fail
                 failure = as_worker_error(error, "accepting drafts", self._device)
-                pending.errors.update((slot, failure) for slot in slots[kept].tolist())
+                failed.update((slot, failure) for slot in slots[kept].tolist())
+        return failed
 
     def _choose(
         self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None, ahead: AheadRows | None

@@ -145,7 +145,9 @@ class ModelRunner:
         self._has_sampled = np.zeros(slots_max, np.bool_)
         self._sampled_in = np.zeros(slots_max, np.int64)  # number of the step that sampled last
         self._prompt_tops = np.zeros(slots_max, np.int32)  # top tokens that a slot wants for each prompt token
-        self._refused: dict[int, KvforgeError] = {}  # slots with an invalid start, until a valid one comes
+        self._refused: dict[int, KvforgeError] = {}  # slots with an invalid start or state, until a valid start comes
+        # Finished steps whose slots are still to be advanced: see `accept_drafts`.
+        self._unaccepted: list[tuple[list[tuple[Int32Array, HostRows]], PendingStep, frozenset[int]]] = []
         self._under_way: deque[PendingStep] = deque()
         self._unzeroed = np.zeros(0, np.int32)  # blocks that still have to be zeroed
         self._launched = 0
@@ -204,6 +206,7 @@ class ModelRunner:
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
         self._launched += 1
+        self.accept_drafts()
         pending = PendingStep(
             number=self._launched,
             slots=np.ravel(step.slots),
@@ -343,6 +346,7 @@ class ModelRunner:
             self.finish(self._under_way[0])
         self._has_sampled[:] = False
         self._refused.clear()
+        self._unaccepted.clear()
         if self.drafter is not None:
             self.drafter.forget()
         self.shaping.grammars.forget()
@@ -568,7 +572,7 @@ class ModelRunner:
         self._under_way.popleft()
         begun = frozenset(slot for later in self._under_way for slot in later.begun)
         if pending.drafted:
-            self._sampler.advance(read, pending, begun)
+            self._unaccepted.append((read, pending, begun))
         if pending.errors:
             self._fail_dependents(pending)
         chosen = _tokens_of(read, pending) if pending.shaped or self.drafter is not None else {}
@@ -584,6 +588,16 @@ class ModelRunner:
             outcome = replace(outcome, proposals=self._proposals(self.drafter, chosen, begun))
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
+
+    def accept_drafts(self) -> None:
+        """Advance the slots of finished steps by their accepted drafts, on the device.
+
+        The next launch does it otherwise. Called once the outcome of `finish` is sent, it delays nothing: a step with
+        drafts is in flight alone. A slot that cannot be advanced fails in its next step.
+        """
+        for accepted in self._unaccepted:
+            self._refused |= self._sampler.advance(*accepted)
+        self._unaccepted.clear()
 
     def _proposals(self, drafter: Drafter, chosen: dict[int, list[int]], begun: frozenset[int]) -> Proposals:
         """Add sampled tokens, by slot, to the drafter, and return what it proposes for these slots."""

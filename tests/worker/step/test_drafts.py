@@ -431,6 +431,52 @@ def test_logits_that_are_not_finite_behind_a_draft_end_the_accepted_tokens(
     assert outcome.slots.size == outcome.proposals.slots.size == 0
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_slots_advance_behind_the_outcome_and_before_the_next_step(
+    at_once: bool, model: LoadedModel, bench: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop asks for it once it has sent the outcome; otherwise the next launch does it."""
+    (want,), (answer,) = wanted(model, SAMPLED, tokens=8), answers_of([SAMPLED])
+    bench.begin([answer])
+    advance, advanced = bench.runner._state.advance, list[list[int]]()
+
+    def watched(slots: Any, tokens: Any) -> None:
+        advanced.append(tokens.tolist())
+        advance(slots, tokens)
+
+    monkeypatch.setattr(bench.runner._state, "advance", watched)
+    bench.advance([answer], lambda each: want.tokens[1:4])
+    assert not advanced
+    if at_once:
+        bench.runner.accept_drafts()
+        assert advanced == [want.tokens[1:5]]
+    outcome = bench.run([bench.row(answer, [])])
+    assert advanced == [want.tokens[1:5]]
+    assert outcome.tokens.tolist() == want.tokens[5:6]
+
+
+def test_a_slot_that_cannot_be_advanced_fails_in_its_next_step(
+    model: LoadedModel, bench: Drafting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, answers = wanted(model, SAMPLED, GREEDY, tokens=6), answers_of([SAMPLED, GREEDY])
+    bench.begin(answers)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner._state, "advance", broken)
+        bench.advance(answers[:1], lambda each: want[0].tokens[1:4])
+        bench.runner.accept_drafts()
+    assert answers[0].chosen == want[0].chosen[:5]
+    outcome = bench.run([bench.row(each, []) for each in answers])
+    assert [(error.slot, "accepting drafts" in error.error.message) for error in outcome.errors] == [(0, True)]
+    assert outcome.slots.tolist() == [1]
+    (again,) = answers_of([SAMPLED])
+    bench.begin([again])
+    assert not bench.run([bench.row(again, [])]).errors, "a new request of the slot"
+
+
 def test_drafts_that_cannot_be_sampled_together_are_sampled_by_request(
     model: LoadedModel, bench: Drafting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
