@@ -493,7 +493,8 @@ class Driver:
         """Return the reply to a command; raise the error of a refusal."""
         self.come(client)
         effects = self.apply(FromClient(client, message, entropy=7))
-        reply = next(e.message for e in effects if isinstance(e, ToClient) and not isinstance(e.message, Stream))
+        replies = (e.message for e in effects if isinstance(e, ToClient) and not isinstance(e.message, Stream))
+        reply: Any = next(replies)
         assert reply.rid == message.rid
         if isinstance(reply, Refused):
             raise restore(reply.error.code, reply.error.message, reply.error.fields)
@@ -617,7 +618,8 @@ class Driver:
 
     def answer_of(self, request: int) -> list[int]:
         """Return the generated tokens of a request."""
-        return self.request(request).tokens.tolist()
+        found: list[int] = self.request(request).tokens.tolist()
+        return found
 
     def block(self, block: int) -> BlockInfo:
         """Return a block's status."""
@@ -651,11 +653,13 @@ class Driver:
     def blocks_of(self, sequence: int) -> list[int]:
         """Return the block table of a sequence, without counting as an access."""
         s = self.machine.cache.sequences
-        return s.blocks_of(s.slot_of[sequence]).tolist()
+        found: list[int] = s.blocks_of(s.slot_of[sequence]).tolist()
+        return found
 
     def counts_of(self, sequence: int) -> list[int]:
         """Return the reference counts of a sequence's blocks."""
-        return self.machine.cache.blocks.refcount[self.blocks_of(sequence)].tolist()
+        found: list[int] = self.machine.cache.blocks.refcount[self.blocks_of(sequence)].tolist()
+        return found
 
     def free(self) -> int:
         """Return the free blocks of all pools."""

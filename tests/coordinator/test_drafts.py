@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvforge.coordinator.core.limits import Quota
 from kvforge.coordinator.core.scheduling.drafts import Drafts, history_sizes
 from kvforge.coordinator.core.sizes import DRAFT_HISTORY_TOKENS
 from kvforge.protocol.layout import GAUGES
@@ -64,14 +65,100 @@ def test_an_answer_with_drafts_is_the_answer_without(wrong: int, in_flight: int)
     assert sum(drafted(worker)) == sum(state_of(driver, each).drafted_tokens for each in (request, other)) > 0
 
 
-def test_accepted_drafts_take_fewer_steps_and_fill_blocks_to_their_ends() -> None:
+def test_accepted_drafts_take_fewer_steps_and_go_on_behind_the_last_block() -> None:
     driver, worker = drafting()
     request = driver.submit(PROMPT, 43)
     driver.run_until_idle()
-    # Two steps are in flight before the first proposal. No draft fits before the ends of blocks at 8 and 16 tokens but
-    # those behind them: 1 + 6 tokens from length 9, then 1 + 7 in each step.
-    assert [int(step.counts.sum()) for step in worker.steps] == [5, 1, 1, 1, 7, 8, 8, 8, 8]
+    # Two steps are in flight before the first proposal, then steps of 1 + 8 tokens up to the last one.
+    assert [int(step.counts.sum()) for step in worker.steps] == [5, 1, 9, 9, 9, 9, 5]
     assert driver.answer_of(request) == continuation(PROMPT, 43)
+
+
+def blocks_of(driver: Driver, request: int) -> list[int]:
+    found: list[int] = driver.machine.cache.sequences.blocks_of(state_of(driver, request).slot).tolist()
+    return found
+
+
+def until_drafts(driver: Driver, worker: FakeWorker) -> None:
+    """Go on until a step with drafts is in flight."""
+    while not worker.inbox or not worker.inbox[-1].drafts.size:
+        if worker.inbox:
+            driver.answer(worker)
+        driver.turn()
+
+
+@pytest.mark.parametrize("window", [(0, 0, 0), (4, 1, 30)])
+def test_blocks_for_rejected_drafts_are_given_back_with_the_result(window: tuple[int, int, int]) -> None:
+    driver = Driver(drafts_max=8, step_rows_max=16, block_size=4, steps_in_flight_max=1, state_blocks_max=32)
+    driver.worker_type, driver.window = Drafter, window
+    worker = driver.add_worker(48)
+    assert isinstance(worker, Drafter)
+    worker.wrong = 0
+    request = driver.submit(PROMPT, 6)
+    until_drafts(driver, worker)
+    (group,) = driver.machine.cache.groups.values()
+    s, slot = driver.machine.cache.sequences, state_of(driver, request).slot
+    assert (s.length[slot], worker.inbox[-1].drafts.tolist()) == (6, [4]), "max_tokens leaves room for 4 drafts"
+    before = blocks_of(driver, request)
+    assert len(before) == 3, "11 tokens"
+    usage, windows = group.pool.usage.sum(), s.window_end[slot]
+    driver.answer(worker)
+    assert s.length[slot] == 7 and blocks_of(driver, request) == before[:2]
+    assert group.pool.quarantined == 0 and group.pool.usage.sum() == usage - 1 - group.window_pages
+    assert s.window_end[slot] == windows - bool(group.window_pages)
+    assert not driver.machine.cache.blocks.indexed[before[2]]
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation(PROMPT, 6)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "quotas", "count"),
+    [
+        (9, {}, 1),
+        (10, {}, 8),
+        (32, {"small": Quota(ceiling=9)}, 1),
+        (32, {"small": Quota(ceiling=10)}, 8),
+        (32, {"other": Quota(floor=23)}, 1),
+        (32, {"other": Quota(floor=22)}, 8),
+    ],
+)
+def test_drafts_evict_no_sequence_and_respect_quotas(blocks: int, quotas: dict[str, Quota], count: int) -> None:
+    """An idle sequence has 6 blocks and a row 2: its next token and one draft fit. 8 drafts need 2 blocks more."""
+    driver, worker = drafting(blocks=blocks, block_size=4, steps_in_flight_max=1, quotas=quotas)
+    sequence = driver.create(range(100, 120), tenant="small")
+    driver.submit(max_tokens=1, sequence_id=sequence, tenant="small")
+    driver.run_until_idle()
+    answer = continuation(PROMPT, 3)
+    stop = SamplingParams(temperature=0.0, seed=1, stop_tokens=(answer[2],))
+    request = driver.submit(PROMPT, 30, sampling=stop, tenant="small")
+    until_drafts(driver, worker)
+    assert worker.inbox[-1].drafts.tolist() == [count]
+    driver.run_until_idle()
+    assert driver.answer_of(request) == answer
+    assert driver.machine.cache.residency.evicted_total == 0 and driver.tokens(sequence)[:20] == list(range(100, 120))
+
+
+def test_drafts_evict_cached_blocks() -> None:
+    driver, worker = drafting(blocks=8, block_size=4, steps_in_flight_max=1)
+    driver.submit(range(100, 123), 1)
+    driver.run_until_idle()
+    (group,) = driver.machine.cache.groups.values()
+    driver.submit(PROMPT, 20)
+    until_drafts(driver, worker)
+    assert worker.inbox[-1].drafts.tolist() == [8] and group.pool.cached < 5
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_drafts_get_no_block_while_a_request_waits(waits: bool) -> None:
+    driver, worker = drafting(blocks=12, block_size=4, steps_in_flight_max=1)
+    request = driver.submit(PROMPT, 30)
+    driver.turn()
+    other = driver.submit(range(100, 143), 2) if waits else 0
+    until_drafts(driver, worker)
+    assert worker.inbox[-1].drafts.tolist() == [1 if waits else 8]
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation(PROMPT, 30)
+    assert not waits or driver.answer_of(other) == continuation(list(range(100, 143)), 2)
 
 
 def test_a_rejected_draft_is_neither_indexed_nor_computed() -> None:
@@ -120,7 +207,7 @@ def test_rows_come_in_the_order_decodes_drafts_chunks() -> None:
     quiet_slot = state_of(driver, quiet).slot
     propose = worker.propose
     worker.propose = lambda slot, context: [] if slot == quiet_slot else propose(slot, context)  # type: ignore[method-assign]
-    for _ in range(4):
+    for _ in range(3):
         driver.step()
     driver.submit(range(100, 130), 2)
     driver.run_until_idle()

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.scheduling import scheduler
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.drafts import Drafts, place
@@ -148,18 +150,63 @@ def step_planned_behind_drafts() -> list[Patch]:
 
 @fault
 def drafts_beyond_the_last_block() -> list[Patch]:
-    """Drafts go on behind the blocks of their row."""
-    real = Drafts.choose
+    """Drafts go on behind the blocks of their row, which gets none for them."""
+    return [(BlockTables, "grow_to", lambda self, *_: True)]
 
-    def choose(self: Drafts, *arguments: Any) -> Any:
-        used = self._cache.sequences.used
-        used += 1
+
+@fault
+def blocks_of_rejected_drafts_kept() -> list[Patch]:
+    """Blocks that no accepted token uses stay with their row."""
+    return [(Residency, "give_back", lambda self, slots: None)]
+
+
+@fault
+def blocks_of_rejected_drafts_charged() -> list[Patch]:
+    """A tenant pays for the blocks that its rows give back, as if they held tokens."""
+    real = StepResults._append_further
+
+    def append_further(self: StepResults, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
+        found = real(self, group, sent, rows, *rest)
+        s, slots = self._cache.sequences, verified(sent, rows)
+        unused = s.used[slots] * s.block_size - s.length[slots]
+        tenants = self._cache.tenants
+        for tenant, tokens in zip(s.tenant[slots].tolist(), (unused // s.block_size).tolist(), strict=True):
+            tenants.service[tenant] += tokens / tenants.weight[tenant]
+        return found
+
+    return [(StepResults, "_append_further", append_further)]
+
+
+@fault
+def blocks_of_rejected_drafts_indexed() -> list[Patch]:
+    """Blocks that rows give back are indexed, as if all that was written into them were their rows' own tokens."""
+    real = Residency.give_back
+
+    def give_back(self: Residency, slots: Any) -> None:
+        s = self._sequences
+        computed = s.computed[slots]
+        s.computed[slots] = s.used[slots] * s.block_size
+        for number in set(s.pool[slots].tolist()):
+            self._indexing.filled(self._groups[number])
+        s.computed[slots] = computed
+        real(self, slots)
+
+    return [(Residency, "give_back", give_back)]
+
+
+@fault
+def drafts_beyond_a_ceiling() -> list[Patch]:
+    """Blocks for drafts are taken without a look at quotas."""
+    real = BlockTables.grow_to
+
+    def grow_to(self: BlockTables, *arguments: Any) -> bool:
+        has_quotas, self._tenants.has_quotas = self._tenants.has_quotas, False
         try:
             return real(self, *arguments)
         finally:
-            used -= 1
+            self._tenants.has_quotas = has_quotas
 
-    return [(Drafts, "choose", choose)]
+    return [(BlockTables, "grow_to", grow_to)]
 
 
 @fault

@@ -14,8 +14,8 @@ from kvforge.worker.sampling.sampler import NO_TOKEN
 def drafts_possible(model: LoadedModel, rows_max: int) -> int:
     """Return the most drafted tokens that a row of a model can have; 0 if its cache cannot take back a wrong draft.
 
-    A recurrent state has no earlier one to return to. Layers with a window have: drafts end with the block of the
-    token that they follow, so that they write into no place of the ring that an earlier block still needs.
+    A recurrent state has no earlier one to return to. Layers with a window have: the ring of a sequence has places for
+    all that steps in flight write, so that drafts write into none that an earlier block still needs.
 
     Args:
         model: The model.

@@ -243,6 +243,28 @@ class BlockTables:
             s.changed_cells.append((rows, columns))
         return True
 
+    def grow_to(self, group: Group, slot: int, length: int) -> bool:
+        """Give a row of the group blocks for `length` tokens, free or cached ones.
+
+        Args:
+            group: The group.
+            slot: The slot of the row. The blocks that it holds are not enough.
+            length: Tokens.
+
+        Returns:
+            False, with nothing changed, if the tenant could get them only by the eviction of a sequence, or not at all.
+        """
+        s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slot])
+        slots, more = np.array([slot]), np.array([s.blocks_for(length) - int(s.used[slot])])
+        count = int(more[0])
+        if pool.available(tenant) < count * (1 + group.window_pages):
+            return False
+        fresh = pool.allocate(tenant, count * (1 + group.window_pages))
+        self._extend(slots, more, fresh[:count])
+        if group.window_pages:
+            self._windows.extend(group, slots, more, fresh[count:])
+        return True
+
     def unwritable(self, slots: Slots, start: Slots, end: Slots | None = None) -> tuple[Slots, Slots]:
         """Find blocks in positions [start, end) that must not be written because they are shared or indexed.
 

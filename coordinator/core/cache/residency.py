@@ -439,14 +439,28 @@ class Residency:
         if not settles:
             self._forget_load(slot)
             s.scheduled[slot] = s.computed[slot]
-        keep = s.blocks_for(int(s.length[slot]))
-        if s.pool[slot] != NO_POOL and s.used[slot] > keep:
-            group = self._groups[int(s.pool[slot])]
-            group.release(s.blocks_of(slot)[keep:], int(s.last_step[slot]))
-            if s.window_end[slot]:
-                self._windows.trim(group, slot, keep)
-            s.used[slot] = keep
+        self._release_beyond(slot, s.blocks_for(int(s.length[slot])))
         self._row_changed(slot)
+
+    def give_back(self, slots: Slots) -> None:
+        """Release the blocks that rows got for drafts and that hold no token: [n] slots without pending tokens."""
+        s = self._sequences
+        needed = -(-s.length[slots] // s.block_size)
+        for slot, keep in zip(slots.tolist(), needed.tolist(), strict=True):
+            if s.used[slot] > keep:
+                self._release_beyond(slot, keep)
+                self._row_changed(slot)
+
+    def _release_beyond(self, slot: int, keep: int) -> None:
+        """Release all but the first `keep` blocks of a sequence."""
+        s = self._sequences
+        if s.pool[slot] == NO_POOL or s.used[slot] <= keep:
+            return
+        group = self._groups[int(s.pool[slot])]
+        group.release(s.blocks_of(slot)[keep:], int(s.last_step[slot]))
+        if s.window_end[slot]:
+            self._windows.trim(group, slot, keep)
+        s.used[slot] = keep
 
     def fork(self, slot: int, most: int | None = None) -> int:
         """Create a sequence that shares tokens and blocks of `slot`. KV is copied when one side writes.

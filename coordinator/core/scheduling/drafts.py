@@ -4,9 +4,10 @@ A worker proposes the next tokens of a row with each result. While proposals wai
 is in flight, the group has one step in flight: the next one is planned from results alone, with all rows. Rows that no
 proposal concerns lose nothing but the overlap of two steps.
 
-A row with k drafts computes 1 + k tokens, at most to the end of the blocks that a row of one token would hold: drafts
-reserve no block and give none back. Its result has 1 to 1 + k tokens. What is computed then ends at the last token,
-so that the KV of a rejected draft is never indexed, and a later step overwrites it.
+A row with k drafts computes 1 + k tokens. Drafts behind the last block of their row get blocks if some are free or
+cached and the step takes nothing from others; otherwise they end with that block. The result has 1 to 1 + k tokens.
+What is computed then ends at the last token, so that the KV of a rejected draft is never indexed, and a later step
+overwrites it. Blocks without an accepted token are given back with the result.
 
 A step has as many drafts as pay, by each request's own chances (`draft_choice`).
 """
@@ -148,13 +149,14 @@ class Drafts:
             return draft_choice.Chances(group.draft_chance, group.draft_later).doubted()
         return draft_choice.Chances(request.draft_chance, request.draft_later)
 
-    def choose(self, group: Group, decodes: Slots, prefilling: bool) -> ChosenDrafts:
+    def choose(self, group: Group, decodes: Slots, prefilling: bool, may_reserve: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
 
         Args:
             group: The group.
             decodes: Rows with room for one more token, [n].
             prefilling: The step may have prompt tokens too, and at least half of what decodes leave is theirs.
+            may_reserve: Nothing else asks for blocks, so drafts may get some for this step.
         """
         s, wanted, chances = self._cache.sequences, dict[int, int](), dict[int, draft_choice.Chances]()
         proposed = [slot for slot in decodes.tolist() if slot in group.proposals]
@@ -163,15 +165,26 @@ class Drafts:
             room = min(room, (self._step_tokens_max - decodes.size) // 2)
         for slot in proposed:
             assert not s.pending[slot], "a row with drafts awaits a token"
-            length = int(s.length[slot])
-            inside = int(s.used[slot]) * s.block_size - length - 1
-            count = min(room // len(proposed), inside, self._wanted(group, slot), len(group.proposals[slot]))
+            count = min(room // len(proposed), self._wanted(group, slot), len(group.proposals[slot]))
+            if not may_reserve:
+                count = min(count, self._inside(slot))
             if count > 0:
                 wanted[slot], chances[slot] = count, self._chances(group, slot)
         counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
-        chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items()}
+        chosen = dict[int, tuple[int, ...]]()
+        for slot, count in counts.items():
+            if count > (inside := self._inside(slot)):
+                length = int(s.length[slot]) + 1 + count
+                count = count if self._cache.tables.grow_to(group, slot, length) else inside
+            if count:
+                chosen[slot] = group.proposals[slot][:count]
         group.proposals.clear()
         return chosen
+
+    def _inside(self, slot: int) -> int:
+        """Return how many drafts the blocks of a row hold behind its next token."""
+        s = self._cache.sequences
+        return int(s.used[slot]) * s.block_size - int(s.length[slot]) - 1
 
     def learn(self, group: Group, request: Request, drafted: int, accepted: int) -> None:
         """Adapt a request's chances to a result.

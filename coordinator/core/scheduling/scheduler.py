@@ -126,7 +126,8 @@ class Scheduler:
         decodes = self._decodes(group, decoding, prefilling)
         counts, drafts = np.ones(decodes.size, np.int64), NO_DRAFTS
         if group.proposals:
-            drafts = self._drafts.choose(group, decodes, prefilling)
+            calm = not (prefilling or group.stopped or self._admission.waiting.size)
+            drafts = self._drafts.choose(group, decodes, prefilling, calm)
             decodes, counts = ordered(decodes, drafts)
         slots = decodes
         if prefilling:

@@ -78,6 +78,7 @@ class StepResults:
         if sent.message.drafts.size:
             counts = counts - sent.message.drafts  # the first token of each row; `_append_further` counts the others
         failing: list[int] = []
+        verified = NO_SLOTS
         again: dict[int, int] = {}
         if result.errors:
             again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
@@ -101,7 +102,7 @@ class StepResults:
             self._record_prompts(prompts)
         self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if sent.message.drafts.size:
-            tokens = self._append_further(group, sent, rows, tokens, further)
+            tokens, verified = self._append_further(group, sent, rows, tokens, further)
         if group.suspect:
             self._admission.look_at_suspect(group)
         if group.forming:
@@ -118,6 +119,8 @@ class StepResults:
         ):
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
+        if verified.size:
+            self._cache.residency.give_back(verified)
         if leaving.size:
             windows.release_behind(group, leaving, behind)
         if group.forming:
@@ -374,7 +377,7 @@ class StepResults:
 
     def _append_further(
         self, group: Group, sent: SentStep, rows: Slots, tokens: npt.NDArray[np.int32], further: FurtherTokens
-    ) -> npt.NDArray[np.int32]:
+    ) -> tuple[npt.NDArray[np.int32], Slots]:
         """Append the accepted tokens behind the first ones, up to a stop token of their row.
 
         Each is charged, counted and streamed like the first one. The KV of the tokens that were not accepted is no
@@ -388,7 +391,7 @@ class StepResults:
             further: The tokens behind them.
 
         Returns:
-            The last token of each row, [n].
+            The last token of each row, [n], and the rows that had drafts.
         """
         s, running = self._cache.sequences, self._admission.rows
         drafted = dict(zip(sent.slots.tolist(), sent.message.drafts.tolist(), strict=True))
@@ -411,7 +414,7 @@ class StepResults:
         for slot, accepted in zip(verified.tolist(), (s.length[verified] - first).tolist(), strict=True):
             request = self._requests.live[int(s.request[slot])]
             self._admission.drafts.learn(group, request, drafted[slot], accepted)
-        return np.array([last[slot] for slot in rows.tolist()], np.int32)
+        return np.array([last[slot] for slot in rows.tolist()], np.int32), verified
 
     def _sampled(self, rows: Slots) -> SampledRows:
         """Return rows with what their results need, before the next token of each is appended."""

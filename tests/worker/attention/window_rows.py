@@ -55,6 +55,17 @@ class PagedRows:
             self.break_pages(np.array(pages))
             self._free[:0] = pages
 
+    def give_back(self, row: int, tokens: int) -> None:
+        """Take back the blocks behind the first `tokens` tokens, which a step reserved for drafts."""
+        keep = -(-tokens // self._size)
+        while self.held[row] > keep:
+            self.held[row] -= 1
+            pages = [int(self.tables[row, self.held[row]]), *self._of_block[row].pop(self.held[row], [])]
+            self.tables[row, self.held[row]] = UNDEFINED
+            self.cells[row, self.held[row] % self.cells.shape[1]] = UNDEFINED
+            self.break_pages(np.array(pages))
+            self._free[:0] = pages
+
     def windows(self, rows: list[int], starts: list[int], counts: list[int]) -> WindowTables | None:
         """Return the window tables of rows of a step."""
         if not self._window:
