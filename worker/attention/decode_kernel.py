@@ -30,8 +30,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
 _ITEMS = tl.constexpr(place(DECODE_HEAD, "items"))
-_ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS = (
-    tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_partial", "part", "parts")
+_ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS, _OWN = (
+    tl.constexpr(place(DECODE_PART, name))
+    for name in ("row", "begin", "end", "first_partial", "part", "parts", "own")
 )
 
 
@@ -188,7 +189,8 @@ def decode_kernel(
     keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] if KIND is a quantised dtype.
     sinks: [HEADS] float32, -inf: none.
     partials: [items, HEADS, HEAD_SIZE] float32, the result of each part; sizes: [items, HEADS] float32, log2 of the
-    sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, finished parts, 0 before and after.
+    sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, finished parts of this plan, 0 before and
+    after.
 
     scale: factor of q.k, giving units of log2, or the argument of tanh. query_stride: in units of HEAD_UNIT numbers.
     SOFTCAP: 0 never, 1 always, 2 if `softcap` is above 0. ASSEMBLY: use NVIDIA's conversions. WIDEN: multiply float32
@@ -332,7 +334,7 @@ def decode_kernel(
                 )
             tl.debug_barrier()  # order all threads' stores before the counter
             counter = counters + row * UNITS + unit % UNITS
-            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.load(item + _OWN) - 1:
                 tl.store(counter, 0)  # for the next launch
                 left = tl.minimum(GROUP - first_in_group, ROWS)
                 for done in range(0, left, MERGE_ROWS):

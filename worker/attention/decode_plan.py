@@ -97,7 +97,7 @@ class DecodePlanner:
         items["end"] = np.minimum(high * self.key_tile, ends[item_rows])
         items["first_partial"] = first_partials
         items["part"] = part
-        items["parts"] = of_row
+        items["parts"] = items["own"] = of_row
         used[:] = used[np.argsort(low - high, kind="stable")]
         return array.reshape(-1)
 

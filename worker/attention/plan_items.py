@@ -23,8 +23,8 @@ def _item(*names: str) -> np.dtype[np.void]:
 # Number of parts that follow.
 DECODE_HEAD = _item("items")
 # A part of a row's keys, [begin, end). The results of a row's `parts` are stored in the workspace from `first_partial`
-# on.
-DECODE_PART = _item("row", "begin", "end", "first_partial", "part", "parts")
+# on. own: how many of them this plan has; the others are there before it runs.
+DECODE_PART = _item("row", "begin", "end", "first_partial", "part", "parts", "own")
 # Number of parts that follow.
 SHARED_HEAD = _item("items")
 # Part number `part`, keys [begin, end), of `rows` rows that have it in common. They are described from item `first` on.

@@ -82,7 +82,6 @@ def shared_decode(
         plan,
         workspace.partials,
         workspace.sizes,
-        workspace.counters,
         options.scaling / options.softcap if options.softcap else options.scaling * LOG2_E,
         options.softcap,
         *in_units(query.stride(0)),

@@ -6,8 +6,8 @@ fill that tile, and TILES of such tiles are computed over each tile of keys. Eve
 computed by itself, in the same instructions, layouts and order as in `decode_kernel`, so a part's result has the same
 bits. A change of one kernel is a change of both: a test compares their bits.
 
-The results are partials in `decode_kernel`'s workspace, counted by its counters. It runs next, on the parts that are
-left, at least one of each row, and merges all.
+The results are partials in `decode_kernel`'s workspace. It runs next, on the parts that are left, at least one of each
+row, and merges all: when it starts, the results of this kernel are there, so it counts its own parts alone.
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ def shared_decode_kernel(
     plan,
     partials,
     sizes,
-    counters,
     scale,
     softcap,
     query_stride,
@@ -197,9 +196,6 @@ def shared_decode_kernel(
         states = _none()
         for tile in tl.static_range(TILES):
             entry, g, used = _lanes(rows_of_part, count, tile, GROUP, ROWS)
-            # Counted before they are stored: the kernel that reads both starts after this one has ended.
-            row = tl.load(entry + _ROW)
-            tl.atomic_add(counters + row * KV_HEADS + kv_head, 1, mask=used & (g == 0), sem="relaxed")
             queries += (
                 _queries(
                     query, query_stride, scale, entry, kv_head * GROUP + g, used, d, keys.dtype.element_ty,

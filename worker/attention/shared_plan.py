@@ -146,4 +146,5 @@ def _without(own: Int32Array, items: np.ndarray, sets: list[tuple[IntArray, int]
     array = np.zeros((len(own) // FIELDS, FIELDS), np.int32)
     named(array[:1], DECODE_HEAD)["items"] = len(left)
     array[1 : 1 + len(left)] = own.reshape(-1, FIELDS)[1 + left]
+    named(array[1 : 1 + len(left)], DECODE_PART)["own"] -= shared[items["row"][left]]
     return array.reshape(-1)
