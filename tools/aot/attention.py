@@ -55,7 +55,8 @@ def decode_configurations(target: Target) -> list[Configuration]:
 def shared_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `shared_decode_kernel` on `target`, which runs where rows are steady."""
     steady = replace(target, steady=True)
-    return distinct(_shared(steady, *each) for each in itertools.product(DTYPES, HEAD_SIZES, CAPPED, FAR))
+    made = [_shared(steady, *each) for each in itertools.product(DTYPES, HEAD_SIZES, CAPPED, FAR)]
+    return distinct(each for each in made if each is not None)
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
@@ -104,10 +105,11 @@ def _decode(
     return Configuration(label, launched[0], _has_matrix(stored, target))
 
 
-def _shared(target: Target, dtypes: Dtypes, head_size: int, cap: bool, far: bool) -> Configuration:
+def _shared(target: Target, dtypes: Dtypes, head_size: int, cap: bool, far: bool) -> Configuration | None:
     (model, stored), heads = dtypes, KV_HEADS * GROUPS[0]
     planner = shared_planner(ROWS_MANY, heads, KV_HEADS, head_size, stored, 0, target)
-    assert planner is not None
+    if planner is None:
+        return None
     options = AttentionOptions(1.0, softcap=50.0 if cap else 0.0)
     query = meta_tensor(ROWS_MANY, heads, head_size, dtype=model)
     workspace = DecodeWorkspace.allocate(planner.decode, heads, head_size, query.device)

@@ -154,6 +154,7 @@ class CpuAttention:
         tables: Int32Array,  # noqa: ARG002
         lengths: Int32Array,  # noqa: ARG002
         block_size: int,  # noqa: ARG002
+        saved_bytes_min: int = 0,  # noqa: ARG002
     ) -> bool:
         """Implement `PagedAttention.gains_from_sharing`: no kernel shares by a launch of its own."""
         return False

@@ -31,8 +31,7 @@ _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
 _ITEMS = tl.constexpr(place(DECODE_HEAD, "items"))
 _ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS, _OWN = (
-    tl.constexpr(place(DECODE_PART, name))
-    for name in ("row", "begin", "end", "first_partial", "part", "parts", "own")
+    tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_partial", "part", "parts", "own")
 )
 
 

@@ -172,7 +172,9 @@ class PagedAttention(Protocol):
             [tokens, heads, head_size] in the dtype of query; of a layer with latents [tokens, heads, latent].
         """
 
-    def gains_from_sharing(self, tables: Int32Array, lengths: Int32Array, block_size: int) -> bool:
+    def gains_from_sharing(
+        self, tables: Int32Array, lengths: Int32Array, block_size: int, saved_bytes_min: int = 0
+    ) -> bool:
         """Return whether a captured step of these decodes is faster if its launches read common blocks once.
 
         Asked at each step: the answer takes microseconds where no first blocks are alike.
@@ -181,6 +183,8 @@ class PagedAttention(Protocol):
             tables: [rows, any width].
             lengths: [rows], with the new token.
             block_size: Tokens per block.
+            saved_bytes_min: Fewest bytes of a layer's K and V that need not be read again, if plans are dearer for
+                this step than for others.
         """
 
     def always_sharing(self) -> PagedAttention | None:

@@ -25,9 +25,12 @@ def shared_planner(
 
     dtype: dtype of K and V.
 
-    These are planners that do not cut a row by its own length, layers with a window, where little is common, and
-    KV heads with query heads for more than one tile.
+    These are planners that do not cut a row by its own length, layers with a window, where little is common, KV heads
+    with query heads for more than one tile, and float32 on a device: its compilers lay products of two tiles out
+    otherwise, and so sum in another order.
     """
+    if dtype == torch.float32 and target.backend != "cpu":
+        return None
     group = heads // kv_heads
     rows = ROWS_MIN // group * _tiles(head_size, dtype, target)
     if not target.steady or window or rows < 2:

@@ -195,12 +195,14 @@ class TritonAttention:
         self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
 
-    def gains_from_sharing(self, tables: Int32Array, lengths: Int32Array, block_size: int) -> bool:
+    def gains_from_sharing(
+        self, tables: Int32Array, lengths: Int32Array, block_size: int, saved_bytes_min: int = 0
+    ) -> bool:
         """Implement `PagedAttention.gains_from_sharing`, for the shapes that have been decoded so far."""
         if not may_share(tables, lengths):
             return False
         planners = (self._shared_planner(len(lengths), shape) for shape in self._shapes)
-        batch = tables, lengths, block_size, self._saved_bytes_min
+        batch = tables, lengths, block_size, max(self._saved_bytes_min, saved_bytes_min)
         return any(planner is not None and planner.plan(*batch) is not None for planner in planners)
 
     def always_sharing(self) -> PagedAttention | None:

@@ -50,6 +50,9 @@ from .pending import Sampled
 ROWS_MAX = 512  # larger batches keep the device busy without graphs
 INPUTS = 4  # int32 values per row beside its structure: see _Bucket
 CAPTURE_S = 60.0  # graphs not captured by then are captured later
+# A step with drafts is in flight alone, so that the device waits while the host finds what rows have in common: twice
+# 20 us for each row. Reading this much less of each layer saves as much. See benchmarks/NOTES.md.
+DRAFT_ROW_BYTES = 6 << 20
 ASKED_STEPS = 16  # steps of the same slots after which attention is asked again: they have grown by a few tokens
 CAPTURE_USES = 16  # steps that run in a larger graph before their own is captured, without idle time
 log = logging.getLogger("worker")
@@ -224,7 +227,7 @@ class DecodeGraphs:
         device, count = self._model.device, len(rows)
         bucket = self._captured_for(count)
         assert bucket is not None, "only for rows that `can_run` accepted"
-        if self._gains_from_sharing(rows):
+        if self._gains_from_sharing(rows, 0 if behind is None else DRAFT_ROW_BYTES * count):
             bucket = self._sharing_bucket(bucket)
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         drafted = np.zeros(count, np.bool_) if behind is None else behind != UNDRAFTED
@@ -248,15 +251,19 @@ class DecodeGraphs:
             sampled.append(Sampled(slots, fetched, none, bucket.rows, chosen, ahead))
         return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy)
 
-    def _gains_from_sharing(self, rows: Rows) -> bool:
-        """Return whether these rows should run in a graph that reads common blocks once."""
+    def _gains_from_sharing(self, rows: Rows, saved_bytes_min: int) -> bool:
+        """Return whether these rows should run in a graph that reads common blocks once.
+
+        saved_bytes_min: see `PagedAttention.gains_from_sharing`.
+        """
         if self._model.ranks is not None:
             return False
         slots, steps, gains = self._asked
         own = rows.slots.tobytes()
         if slots != own or steps == ASKED_STEPS:
             attention, steps = self._model.context.attention, 0
-            gains = attention.gains_from_sharing(rows.tables, rows.starts + np.int32(1), self._pool.block_size)
+            lengths = rows.starts + np.int32(1)
+            gains = attention.gains_from_sharing(rows.tables, lengths, self._pool.block_size, saved_bytes_min)
         self._asked = own, steps + 1, gains
         return gains
 

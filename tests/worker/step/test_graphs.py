@@ -540,7 +540,7 @@ def test_a_graph_with_shared_reads_that_cannot_be_captured_is_left_out(
 ) -> None:
     graphed, eager = pair
     held = graphs_of(graphed)
-    monkeypatch.setattr(held, "_gains_from_sharing", lambda _rows: True)
+    monkeypatch.setattr(held, "_gains_from_sharing", lambda _rows, _bytes: True)
     capture = held._capture
 
     def refused(size: int, **keywords: bool) -> Any:
