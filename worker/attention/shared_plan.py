@@ -10,6 +10,7 @@ The bits do not depend on what is shared, so the choice is free: a step shares w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ from .shared_prefixes import rows_alike
 
 AnyTables = IntArray | Int32Array
 SAVED_BYTES_MIN = 64 << 20  # of a layer's K and V, which need not be read again; see benchmarks/NOTES.md
-# Where shared parts were seen to have the bits of decodes alone, on a device: head size and dtype of K and V.
-# Elsewhere they were only interpreted and compiled.
-MEASURED = {"sm_90": {(128, torch.bfloat16), (128, torch.float8_e4m3fn)}}
+# Where shared parts were seen to have the bits of decodes alone, on a device (`test_full_grid`): head size and dtype of
+# K and V. Elsewhere they were only interpreted and compiled.
+SIXTEEN_BITS_OR_LESS = (torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+MEASURED = {"sm_90": set(product((64, 80, 96, 128, 256), SIXTEEN_BITS_OR_LESS))}
 
 
 def was_measured(target: Target, head_size: int, dtype: torch.dtype) -> bool:

@@ -336,15 +336,14 @@ def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytes
 
 
 def test_reads_are_shared_where_that_was_measured() -> None:
-    """On an H200 with heads of 128 in bfloat16 and fp8, and in Triton's interpreter; nowhere else."""
+    """On Hopper in all dtypes of K and V but float32, and in Triton's interpreter; nowhere else."""
     on = {
         (name, head_size, dtype)
         for name, target in TARGETS.items()
-        for head_size in (64, 128)
-        for dtype in (F16, BF16, FP8)
+        for head_size in (32, 64, 128, 192)
+        for dtype in (F32, F16, BF16, I8, FP8)
         if was_measured(target, head_size, dtype)
     }
-    assert {each for each in on if each[0] != "cpu"} == {("sm_90", 128, BF16), ("sm_90", 128, FP8)}
-    assert {each[1:] for each in on if each[0] == "cpu"} == {
-        (size, each) for size in (64, 128) for each in (F16, BF16, FP8)
-    }
+    wanted = {("sm_90", size, dtype) for size in (64, 128) for dtype in (F16, BF16, I8, FP8)}
+    assert {each for each in on if each[0] != "cpu"} == wanted
+    assert len([each for each in on if each[0] == "cpu"]) == 20
