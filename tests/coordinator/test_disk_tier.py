@@ -385,3 +385,40 @@ def test_a_load_is_shared() -> None:
     driver.silent = False
     driver.run_until_idle()
     assert [driver.request(request).cached_tokens for request in requests] == [16, 16]
+
+
+# behaviour: a read from the disk counts as one of the host tier's copies, once
+def test_a_read_from_the_disk_counts_once_as_wanted() -> None:
+    driver = with_disk()
+    only_on_disk(driver)
+    yields = driver.tier.yields
+    assert (yields.once_total, yields.wanted_total) == (3, 0)
+    assert driver.serve(FIRST) == 16 and yields.wanted_total == 3
+    assert not any(node.once for node in driver.books.nodes.values() if node.tokens in _blocks_of(FIRST)[1:])
+    evicted = yields.once_total
+    driver.serve(SECOND)
+    for node_id in driver.tier.cached_nodes():
+        driver.tier.drop(node_id)
+    wanted, loaded = yields.wanted_total, driver.books.loaded_total
+    assert driver.serve(FIRST) == 16 and driver.books.loaded_total > loaded
+    assert yields.wanted_total == wanted and yields.once_total <= evicted + 4
+
+
+def test_reading_the_copy_in_the_host_tier_is_the_first_read_of_that_on_the_disk() -> None:
+    driver = with_disk()
+    for prompt in (FIRST, SECOND):
+        driver.serve(prompt)
+    assert sum(node.once for node in driver.books.nodes.values()) == 3
+    assert driver.serve(FIRST) == 16 and driver.books.loaded_total == 0
+    assert driver.tier.yields.wanted_total == 3
+    assert not any(node.once for node in driver.books.nodes.values() if node.tokens in _blocks_of(FIRST))
+
+
+def test_a_disk_that_is_larger_than_the_file_decides_how_many_blocks_are_remembered() -> None:
+    assert with_disk(host=16).tier.yields.skipped_max == BLOCKS
+    assert with_disk(host=BLOCKS + 8).tier.yields.skipped_max == BLOCKS + 8
+
+
+def _blocks_of(prompt: list[int]) -> list[bytes]:
+    full = len(prompt) // SIZE
+    return [np.array(prompt[SIZE * place : SIZE * (place + 1)], np.int32).tobytes() for place in range(full)]

@@ -72,18 +72,17 @@ def test_a_window_of_0_copies_everything() -> None:
 
 
 # behaviour: traffic that begins to repeat is copied again, though nothing of it was copied
-def test_when_prompts_repeat_all_are_copied_again_within_16_blocks() -> None:
+def test_when_4_prompts_repeat_new_ones_are_copied_again_but_for_4_blocks() -> None:
     driver, worker = skipping()
     random_traffic(driver, 100, 20)
-    before = copied(worker)
-    for number in range(100, 100 + 20):
-        driver.serve(prompt_of(number))
-        if driver.tier.yields.copying:
-            break
-    assert driver.tier.yields.recomputed_total <= 16
-    for number in range(200, 210):
-        driver.serve(prompt_of(number))
-    assert copied(worker) - before >= 4 * 10 and driver.tier.yields.copying
+    for number in range(100, 104):
+        assert driver.serve(prompt_of(number)) == 0
+    yields = driver.tier.yields
+    assert yields.recomputed_total == 4 * BLOCKS
+    before, skipped, once = copied(worker), yields.skipped_total, yields.once_total
+    random_traffic(driver, 200, 10)
+    assert yields.copying and yields.skipped_total - skipped <= 4
+    assert copied(worker) - before >= yields.once_total - once - 4 >= 20
 
 
 def test_a_prompt_that_was_skipped_is_copied_at_its_second_use() -> None:
@@ -206,20 +205,34 @@ def test_the_share_turns_at_half_of_what_is_needed_and_back_at_all() -> None:
     yields = HostYield(100, 1000)
     needed = WHOLE // 10
     for _ in range(100):
-        assert yields.copies(needed)
+        assert not yields.is_due
         yields.evicted()
-    assert not yields.copies(needed)
+    yields.decide(needed)
+    assert not yields.copying
     for _ in range(9):
         yields.wanted()
-        assert not yields.copies(needed)
+        yields.decide(needed)
+        assert not yields.copying
     yields.wanted()
     yields.wanted()
-    assert yields.copies(needed)
-    for _ in range(100):
+    yields.decide(needed)
+    assert yields.copying
+    evicted = 0
+    while yields.copying:
         yields.evicted()
-        if not yields.copies(needed):
-            break
-    assert LEAST < yields.share < needed // 2
+        evicted += 1
+        yields.decide(needed)
+    assert evicted > 50 and LEAST < yields.share < needed // 2
+
+
+@pytest.mark.parametrize(("window", "period"), [(1, 1), (64, 4), (1024, 16), (1 << 20, 16)])
+def test_decisions_are_due_after_each_few_evicted_blocks(window: int, period: int) -> None:
+    yields = HostYield(window, 1000)
+    yields.seen, due = window, []
+    for number in range(64):
+        due += [number] if yields.is_due else []
+        yields.evicted()
+    assert due == list(range(0, 64, period))
 
 
 def test_the_memory_of_skipped_blocks_is_bounded() -> None:

@@ -112,9 +112,13 @@ class HostCopies:
         while copies of such blocks are not read.
         """
         once = not self.is_reused(block)
-        if once and not self.tier.yields.copies(self.needed_yield()):
-            self._skip(block)
-            return
+        if once:
+            yields = self.tier.yields
+            if yields.is_due:
+                yields.decide(self.needed_yield())
+            if not yields.copying:
+                self._skip(block)
+                return
         node_id = self.node_of(block)
         if node_id is None:
             self.tier.unsaved_total += 1
@@ -148,14 +152,22 @@ class HostCopies:
             tier.unsaved_total += 1
             return
         tier.yields.evicted()
-        value, tokens = index.hash_of(block), index.tokens_of(block).tobytes()
-        for lower in (tier, self.disk.tier) if self.disk is not None else (tier,):
-            node_id = lower.find(value, tokens)
-            if node_id is not None and lower.nodes[node_id].block != NO_HOST_BLOCK:
-                lower.use(node_id)
-                lower.nodes[node_id].once = True
-                return
-        tier.yields.skip(value)
+        value = index.hash_of(block)
+        if not self._note_copy(tier, block, value) and (
+            self.disk is None or not self._note_copy(self.disk.tier, block, value)
+        ):
+            tier.yields.skip(value)
+
+    def _note_copy(self, lower: HostTier, block: int, value: int) -> bool:
+        """Note that a block is evicted which was used once. Return False if a lower tier has no copy of it."""
+        if not lower.has_hash(value):  # nearly always
+            return False
+        node_id = lower.find(value, self.index.tokens_of(block).tobytes())
+        if node_id is None or lower.nodes[node_id].block == NO_HOST_BLOCK:
+            return False
+        lower.use(node_id)
+        lower.nodes[node_id].once = True
+        return True
 
     def needed_yield(self) -> int:
         """Return the share of copies that must be read for copies to pay, as `needed_yield`."""

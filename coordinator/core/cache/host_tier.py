@@ -178,6 +178,10 @@ class HostTier:
             parent = node_id
         return tuple(found)
 
+    def has_hash(self, value: int) -> bool:
+        """Return whether a node has this chained hash."""
+        return value in self._by_value
+
     def find(self, value: int, tokens: bytes) -> int | None:
         """Return the node with this chained hash if it has these tokens."""
         node_id = self._by_value.get(value)

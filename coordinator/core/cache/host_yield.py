@@ -23,6 +23,7 @@ WHOLE = 1 << 40  # a share of 1
 DEFAULT = WHOLE // 16  # what a copy must yield while its costs are not measured
 LEAST, MOST = WHOLE // 64, WHOLE // 4
 SKIPPED_MAX = 1 << 17  # remembered hashes
+PERIOD = 16  # evicted blocks used once between two decisions, at most
 
 
 class HostYield:
@@ -47,7 +48,7 @@ class HostYield:
             window: Evicted blocks after which the share counts; 0: all blocks are copied.
             blocks: Blocks of the tier.
         """
-        self._window = window
+        self._window, self._period = window, max(1, min(PERIOD, window // PERIOD))
         self.share = self.seen = 0
         self.copying = True
         self.skipped: OrderedDict[int, None] = OrderedDict()
@@ -64,11 +65,14 @@ class HostYield:
         """Remember as many skipped blocks as a tier of so many blocks would have kept."""
         self.skipped_max = max(self.skipped_max, min(blocks, SKIPPED_MAX))
 
-    def copies(self, needed: int) -> bool:
-        """Return whether a block that was used once is copied now, if copies must yield `needed` to pay."""
-        if self._window and self.seen >= self._window:
-            self.copying = self.share >= needed // (2 if self.copying else 1)
-        return self.copying
+    @property
+    def is_due(self) -> bool:
+        """Whether to decide again if blocks used once are copied: after each few of them, not to do so for each."""
+        return self.seen >= self._window > 0 and not self.once_total % self._period
+
+    def decide(self, needed: int) -> None:
+        """Decide whether blocks used once are copied from now on, if copies must yield `needed` to pay."""
+        self.copying = self.share >= needed // (2 if self.copying else 1)
 
     def evicted(self) -> None:
         """Count a block that was used once, which the pool evicts."""
@@ -86,10 +90,13 @@ class HostYield:
     def skip(self, value: int) -> None:
         """Remember a block that is evicted without a copy by its chained hash."""
         self.skipped_total += 1
-        self.skipped.pop(value, None)
-        self.skipped[value] = None
-        if len(self.skipped) > self.skipped_max:
-            self.skipped.popitem(last=False)
+        skipped = self.skipped
+        if value in skipped:
+            skipped.move_to_end(value)
+            return
+        skipped[value] = None
+        if len(skipped) > self.skipped_max:
+            skipped.popitem(last=False)
 
     def computed_again(self, values: list[int]) -> list[int]:
         """Return the places of skipped blocks among blocks that were computed, by their chained hashes: [n] places."""
