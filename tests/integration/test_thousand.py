@@ -1,4 +1,7 @@
-"""A thousand requests of mixed shape through real processes, with cancels, killed clients and a killed worker."""
+"""Requests of mixed shape through real processes, with cancels, killed clients and a killed worker.
+
+A thousand in `make test-all`, the first of them in `make test`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from collections import Counter
 
 from kvforge import AsyncClient, Client
 from kvforge.protocol.errors import AlreadyFinished
+from tests.amount import examples
 from tools.cluster.cluster import Cluster
 
 from .mixed import Shape, shapes
 from .shared import wait_empty
 
-REQUESTS = 1000
+REQUESTS = examples(1000)
 TOGETHER = 64
 KILLED_CLIENTS = 4
 MEMORY_SLACK = 8 << 20
@@ -101,7 +105,7 @@ def answers_alone(kv: Client) -> dict[Shape, tuple[int, ...]]:
 
 
 async def run_all(cluster: Cluster, alone: dict[Shape, tuple[int, ...]]) -> Run:
-    """Run the thousand requests on a separate connection."""
+    """Run the requests on a separate connection."""
     async with AsyncClient(cluster.endpoint, timeout_s=60.0) as kv:
         run = Run(cluster, kv, alone)
         await run.all()
