@@ -33,6 +33,9 @@ _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 
 _SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 
+# Where AutoTokenizer returns the class that tokenizer_config.json names: Llama 3 and its like.
+_PLAIN_FAMILIES, _PLAIN_CLASSES = {"llama"}, {"PreTrainedTokenizerFast", "TokenizersBackend"}
+
 
 class Tokenizer:
     """A model's tokenizer, created by `Tokenizer.load`."""
@@ -260,8 +263,34 @@ def _transformers() -> ModuleType:
 def _from_folder(transformers: ModuleType, path: Path) -> Any:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UnsupportedModel(str(path), "the folder holds no tokenizer (tokenizer.json or tokenizer.model)")
+    if _is_whole(path):
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     # trust_remote_code is explicit, because transformers would otherwise ask on the terminal.
     return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether AutoTokenizer would read tokenizer.json and run no code of the model's family.
+
+    AutoTokenizer imports torch where it is installed: seconds of processor time in each client.
+    """
+    if not (path / "tokenizer.json").is_file():
+        return False
+    config, settings = (_document(path / name) for name in ("config.json", "tokenizer_config.json"))
+    return (
+        config.get("model_type") in _PLAIN_FAMILIES
+        and settings.get("tokenizer_class") in _PLAIN_CLASSES
+        and "auto_map" not in settings
+    )
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return a JSON object; an empty one if there is none, which AutoTokenizer explains."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _from_gguf(path: Path) -> Any:
