@@ -1,6 +1,6 @@
 """Requests of mixed shape through real processes, with cancels, killed clients and a killed worker.
 
-A thousand in `make test-all`, the first of them in `make test`.
+A thousand in `make test-all`, the first 400 in `make test`.
 """
 
 from __future__ import annotations
