@@ -1,4 +1,4 @@
-"""Cost of a host tier in the coordinator, for each block that the pool evicts and none of which is wanted again.
+"""Cost of a host tier in the coordinator, for each evicted block, where blocks are never wanted again.
 
     python -m benchmarks.host_eviction [--rows 64] [--json FILE]
 

@@ -13,8 +13,9 @@ Dummy weights of Llama-3.1-8B. Parts, each for every dtype of K and V:
 - first: time to the first token of a long prompt through coordinator and client, computed and found in the tier. The
   pool holds one such prompt, so two prompts in turn evict each other. "found and saving" is the first time that they
   are found, when the other one is not in the file yet and is copied there by the same step.
-- throughput: tokens a second, prompts included, of requests with random prompts: all blocks of the pool are evicted,
-  copied, and never read. With the tier and without run one after the other on services of their own.
+- throughput: tokens a second, prompts included, of requests with random prompts: all blocks of the pool are evicted and
+  never wanted again. Services of their own run one after the other: without the tier, with it, which learns to copy
+  none of them, and with `cache.host_learn_blocks = 0`, which copies all.
 """
 
 from __future__ import annotations
@@ -270,8 +271,8 @@ def host_lines(log: str) -> str:
     return "\n".join(line for line in log.splitlines() if "host tier" in line)
 
 
-async def lanes(endpoint: str, cpu: bool, vocabulary: int) -> float:
-    """Return tokens a second, prompts included, of requests that share nothing."""
+async def lanes(endpoint: str, cpu: bool, vocabulary: int) -> tuple[float, int]:
+    """Return tokens a second, prompts included, of requests that share nothing, and the blocks copied to the host."""
     count, prompt, tokens, requests = (4, 64, 8, 2) if cpu else (LANES, LANE_PROMPT, LANE_TOKENS, LANE_REQUESTS)
     rng = np.random.default_rng(0)
 
@@ -287,20 +288,29 @@ async def lanes(endpoint: str, cpu: bool, vocabulary: int) -> float:
         began = time.monotonic()
         await asyncio.gather(*(lane(requests) for _ in range(count)))
         took = time.monotonic() - began
+        (pool,) = (await client.stats()).pools
         streams.close()
-    return count * requests * (prompt + tokens) / took
+    return count * requests * (prompt + tokens) / took, pool.host_saved_total
 
 
-def measure_throughput(options: argparse.Namespace, kv_dtype: str, each: int) -> dict[str, float]:
-    """Return tokens a second without the tier and with it."""
+def measure_throughput(options: argparse.Namespace, kv_dtype: str, each: int) -> dict[str, Any]:
+    """Return tokens a second, and copied blocks, without the tier, with it, and where it copies all blocks."""
     count, tokens = (4, 72) if options.cpu else (LANES, LANE_PROMPT + LANE_TOKENS)
     held = count * (tokens // BLOCK_SIZE + 2)
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {"copied_blocks": {}}
     with host_folder(2 * held * each) as folder:
-        for side, host in (("without", {}), ("with", {"host_bytes": 2 * held * each, "host_dir": folder})):
+        tier = {"host_bytes": 2 * held * each, "host_dir": folder}
+        learn = {"host_learn_blocks": 8} if options.cpu else {}
+        sides: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+            "without": ({}, {}),
+            "with": (tier, learn),
+            "copying all": (tier, {"host_learn_blocks": 0}),
+        }
+        for side, (host, cache) in sides.items():
             plan = plan_of(options, kv_dtype, tokens, count, blocks=held, **host)
-            with open_served(plan, 1, tokens + 64) as installation:
-                found[side] = asyncio.run(lanes(installation.endpoint, options.cpu, options.vocabulary))
+            with open_served(plan, 1, tokens + 64, cache=cache) as installation:
+                rate, copied = asyncio.run(lanes(installation.endpoint, options.cpu, options.vocabulary))
+            found[side], found["copied_blocks"][side] = rate, copied
     return found
 
 
@@ -331,8 +341,10 @@ def lines_of(kv_dtype: str, found: dict[str, Any]) -> Iterator[list[str]]:
         name = f"first token of {found['first']['tokens']}, ms"
         yield [kv_dtype, name, f"{computed:.1f}", f"{cached:.1f}", f"{computed / cached:.2f}"]
     if "throughput" in found:
-        without, tier = found["throughput"]["without"], found["throughput"]["with"]
-        yield [kv_dtype, "tokens a second, no hits", f"{without:.0f}", f"{tier:.0f}", f"{tier / without:.3f}"]
+        without = found["throughput"]["without"]
+        for side, name in (("with", "no hits"), ("copying all", "no hits, all copied")):
+            rate = found["throughput"][side]
+            yield [kv_dtype, f"tokens a second, {name}", f"{without:.0f}", f"{rate:.0f}", f"{rate / without:.3f}"]
 
 
 def main() -> None:

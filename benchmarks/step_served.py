@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from time import monotonic, sleep
 from typing import Any
 
@@ -34,9 +35,11 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
     return found
 
 
-def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0, groups: int = 1) -> Installation:
+def open_served(
+    plan: Plan, ranks: int = 1, tokens_min: int = 0, groups: int = 1, cache: Mapping[str, int] | None = None
+) -> Installation:
     """Return a coordinator and `groups` workers of `ranks` ranks for a plan. tokens_min: length that sequences may
-    have at least."""
+    have at least. cache: settings of the section [cache]."""
     rows = max(plan.batches)
     schedule: dict[str, float] = {
         "step_rows_max": rows,
@@ -54,6 +57,7 @@ def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0, groups: int = 1
         schedule=schedule,
         sequences=rows + 8,
         worker=worker,
+        more=lambda _: {"cache": {"block_size": BLOCK_SIZE, **(cache or {})}},
         ranks=ranks,
         groups=groups,
     )
