@@ -148,6 +148,22 @@ def test_drafts_evict_cached_blocks() -> None:
     assert worker.inbox[-1].drafts.tolist() == [8] and group.pool.cached < 5
 
 
+def test_drafts_beside_prompt_tokens_end_with_the_block_of_the_next_token() -> None:
+    driver, worker = drafting(step_tokens_max=16, block_size=4, blocks=48)
+    request = driver.submit(PROMPT, 40)
+    for _ in range(3):
+        driver.step()
+    driver.submit(range(100, 150), 1)
+    driver.run_until_idle()
+    ends = {True: list[int](), False: list[int]()}
+    for step in worker.steps:
+        if step.drafts.size and step.drafts[0]:
+            next_token, last_draft = int(step.starts[0]) + 1, int(step.starts[0] + step.counts[0])
+            ends[step.slots.size > 1].append(last_draft // 4 - next_token // 4)
+    assert ends[True] and not any(ends[True]) and any(ends[False])
+    assert driver.answer_of(request) == continuation(PROMPT, 40)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_drafts_get_no_block_while_a_request_waits(waits: bool) -> None:
     driver, worker = drafting(blocks=12, block_size=4, steps_in_flight_max=1)
