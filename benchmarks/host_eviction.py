@@ -83,7 +83,7 @@ def measured(rows: int) -> dict[str, float]:
             one = pool.prompt_us(contents)
             if number >= rows * 4:  # the pool, the file and the window are full
                 took_us[way].append(one)
-    copying = {way: pool.copies.tier.yields.copying for way, pool in pools.items() if pool.copies is not None}
+    copying = {way: pool.copies.tier.yields.overall.copying for way, pool in pools.items() if pool.copies is not None}
     assert copying == {COPIED: True, SKIPPED: False}, "the tier did not learn"
     return {way: round(statistics.median(times), 2) for way, times in took_us.items()}
 

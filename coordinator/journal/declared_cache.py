@@ -13,6 +13,7 @@ from ..core.cache.disk_copies import DiskOrder
 from ..core.cache.groups import FormingCheckpoint
 from ..core.cache.host_copies import HostLoad, SentCopies
 from ..core.cache.host_tier import HostNode
+from ..core.cache.host_yield import OnceShare
 from ..core.cache.wipes import WipedTenant
 from .field_markers import (
     F64,
@@ -227,12 +228,12 @@ class SavedPool(Saved):
 
 
 class SavedHostYield(Saved):
-    """A `HostYield`. `skipped` has its hashes in order."""
+    """A `HostYield`. `skipped` has its hashes in order, `skipped_of` their tenants."""
 
-    share: int
-    seen: int
-    copying: bool
+    overall: OnceShare
+    by_tenant: dict[int, OnceShare]
     skipped: list[int]
+    skipped_of: list[int]
     skipped_max: int
     once_total: int
     wanted_total: int

@@ -305,8 +305,8 @@ class _Restoring:
         self._fields.restore(tier, saved, "lru", "own", "stamp", "yields")
         _restore_last_uses(tier, saved)
         if saved.yields is not None:
-            self._fields.restore(tier.yields, saved.yields, "skipped")
-            tier.yields.skipped.update(dict.fromkeys(saved.yields.skipped))
+            self._fields.restore(tier.yields, saved.yields, "skipped", "skipped_of")
+            tier.yields.skipped.update(zip(saved.yields.skipped, saved.yields.skipped_of, strict=True))
         tier._by_value.update((node.value, node_id) for node_id, node in tier.nodes.items())
         return tier
 

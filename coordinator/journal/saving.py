@@ -128,7 +128,8 @@ class _Saving:
         )
 
     def _host_tier(self, tier: HostTier) -> c.SavedHostTier:
-        yields = self._of(c.SavedHostYield, tier.yields, skipped=list(tier.yields.skipped))
+        skipped = tier.yields.skipped
+        yields = self._of(c.SavedHostYield, tier.yields, skipped=list(skipped), skipped_of=list(skipped.values()))
         return self._of(c.SavedHostTier, tier, lru=[], yields=yields, **_last_uses(tier))
 
     def _host(self, group: Group) -> c.SavedHostCopies | None:

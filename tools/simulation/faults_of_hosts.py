@@ -257,7 +257,7 @@ def host_blocks_beyond_a_ceiling() -> list[Patch]:
 def yield_of_host_copies_never_counted() -> list[Patch]:
     """Blocks that were used once never count as wanted again, so that their copies end for ever."""
 
-    def wanted(self: HostYield) -> None:
+    def wanted(self: HostYield, tenant: int) -> None:
         pass
 
     return [(HostYield, "wanted", wanted)]

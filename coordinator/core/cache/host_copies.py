@@ -111,14 +111,10 @@ class HostCopies:
         A block that lost its prefix in the index cannot be hit and is not saved. One that was used once is skipped
         while copies of such blocks are not read.
         """
-        once = not self.is_reused(block)
-        if once:
-            yields = self.tier.yields
-            if yields.is_due:
-                yields.decide(self.needed_yield())
-            if not yields.copying:
-                self._skip(block)
-                return
+        once, owner = not self.is_reused(block), self._blocks.owner.item(block)
+        if once and not self.tier.yields.share_of(owner).copying:
+            self._skip(block, owner)
+            return
         node_id = self.node_of(block)
         if node_id is None:
             self.tier.unsaved_total += 1
@@ -127,7 +123,7 @@ class HostCopies:
         node = self.tier.nodes.get(node_id)
         if once and node is not None and node.block != NO_HOST_BLOCK:
             node.once = True
-            self.tier.yields.evicted()
+            self.tier.yields.evicted(owner, self.needed_yield)
 
     def _save_chain(self, block: int, node_id: int) -> None:
         """Copy a block and those before it, up to one that is on the host."""
@@ -145,18 +141,18 @@ class HostCopies:
             self.writes[at] = node_id
             node_id, key = tier.nodes[node_id].parent, index.parent_of(at)
 
-    def _skip(self, block: int) -> None:
+    def _skip(self, block: int, owner: int) -> None:
         """Make no copy of a block that is about to be evicted, and remember it."""
         tier, index = self.tier, self.index
         if not index.alive(index.parent_of(block)):
             tier.unsaved_total += 1
             return
-        tier.yields.evicted()
         value = index.hash_of(block)
+        tier.yields.evicted(owner, self.needed_yield)
         if not self._note_copy(tier, block, value) and (
             self.disk is None or not self._note_copy(self.disk.tier, block, value)
         ):
-            tier.yields.skip(value)
+            tier.yields.skip(value, owner)
 
     def _note_copy(self, lower: HostTier, block: int, value: int) -> bool:
         """Note that a block is evicted which was used once. Return False if a lower tier has no copy of it."""

@@ -301,6 +301,7 @@ class HostTier:
 
     def forget_tenant(self, tenant: int) -> None:
         """Charge no tenant for a tenant's blocks, because its index will be reused."""
+        self.yields.by_tenant.pop(tenant, None)
         if tenant not in self.usage:
             return
         for node_id, node in self.nodes.items():
@@ -336,7 +337,7 @@ class HostTier:
         node = self.nodes[node_id]
         if node.once:
             node.once = False
-            self.yields.wanted()
+            self.yields.wanted(node.owner)
 
     def hold(self, node_id: int) -> None:
         """Add a reader, which keeps the entry."""

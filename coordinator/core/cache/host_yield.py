@@ -9,13 +9,17 @@ was evicted before. The chained hashes of skipped blocks, as many as the tier ha
 predict the reads of copies that were not made.
 
 The share is an average over about `window` evicted blocks, whose weights decay. Below half of what a copy must yield
-to pay, blocks used once are skipped; at that yield, they are copied again. A chain keeps its beginning either way: a
-copied block takes the blocks before it along, and a chain is evicted from its end.
+to pay, blocks used once are skipped; at that yield, they are copied again. Each tenant has a share of its own, once it
+has seen a window; until then, that of all blocks decides. A chain keeps its beginning either way: a copied block takes
+the blocks before it along, and a chain is evicted from its end.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
 
 from .costs import StepCosts
 
@@ -26,14 +30,29 @@ SKIPPED_MAX = 1 << 17  # remembered hashes
 PERIOD = 16  # evicted blocks used once between two decisions, at most
 
 
-class HostYield:
-    """How many of the evicted blocks that were used once are wanted again. Shares are in units of 1 / WHOLE.
+class OnceShare(msgspec.Struct):
+    """Which share of evicted blocks that were used once is wanted again, recently, in units of 1 / WHOLE.
 
     Attributes:
-        share: The share that is wanted again, recently.
-        seen: How many were evicted, up to the window: until then, all are copied.
-        copying: Whether blocks used once are copied.
-        skipped: The chained hashes of blocks that were not copied and not wanted yet, oldest first.
+        share: The share.
+        seen: How many were evicted, up to the window: until then, the share says nothing.
+        evicted: How many were evicted in all.
+        copying: Whether they are copied.
+    """
+
+    share: int = 0
+    seen: int = 0
+    evicted: int = 0
+    copying: bool = True
+
+
+class HostYield:
+    """How many of the evicted blocks that were used once are wanted again, for each tenant and for all.
+
+    Attributes:
+        overall: The share of all blocks. It counts for tenants with few blocks.
+        by_tenant: The shares of tenants.
+        skipped: The chained hashes of blocks that were not copied and not wanted yet, with their tenants, oldest first.
         skipped_max: How many of these are remembered.
         once_total: Evicted blocks that were used once, copied or not.
         wanted_total: Blocks of these that were wanted again.
@@ -45,56 +64,65 @@ class HostYield:
         """Create the measure of a new tier.
 
         Args:
-            window: Evicted blocks after which the share counts; 0: all blocks are copied.
+            window: Evicted blocks after which a share counts; 0: all blocks are copied.
             blocks: Blocks of the tier.
         """
         self._window, self._period = window, max(1, min(PERIOD, window // PERIOD))
-        self.share = self.seen = 0
-        self.copying = True
-        self.skipped: OrderedDict[int, None] = OrderedDict()
+        self.overall = OnceShare()
+        self.by_tenant: dict[int, OnceShare] = {}
+        self.skipped: OrderedDict[int, int] = OrderedDict()
         self.skipped_max = 0
         self.remember(blocks)
         self.once_total = self.wanted_total = self.skipped_total = self.recomputed_total = 0
-
-    @property
-    def wanted_permille(self) -> int:
-        """How many of 1,000 evicted blocks that were used once are wanted again, recently."""
-        return 1000 * self.share // WHOLE
 
     def remember(self, blocks: int) -> None:
         """Remember as many skipped blocks as a tier of so many blocks would have kept."""
         self.skipped_max = max(self.skipped_max, min(blocks, SKIPPED_MAX))
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to decide again if blocks used once are copied: after each few of them, not to do so for each."""
-        return self.seen >= self._window > 0 and not self.once_total % self._period
+    def share_of(self, tenant: int) -> OnceShare:
+        """Return the share that decides for a tenant's blocks."""
+        own = self.by_tenant.get(tenant)
+        return own if own is not None and own.seen >= self._window else self.overall
 
-    def decide(self, needed: int) -> None:
-        """Decide whether blocks used once are copied from now on, if copies must yield `needed` to pay."""
-        self.copying = self.share >= needed // (2 if self.copying else 1)
+    def evicted(self, tenant: int, needed: Callable[[], int]) -> None:
+        """Count a block that was used once, which the pool evicts; after each few, decide if such blocks are copied.
 
-    def evicted(self) -> None:
-        """Count a block that was used once, which the pool evicts."""
+        Args:
+            tenant: The tenant that is charged for it.
+            needed: Returns the share of copies that must be read for copies to pay.
+        """
         self.once_total += 1
-        if self._window:
-            self.seen = min(self.seen + 1, self._window)
-            self.share -= self.share // self._window
+        window = self._window
+        if not window:
+            return
+        own = self.by_tenant.get(tenant)
+        if own is None:
+            own = self.by_tenant[tenant] = OnceShare()
+        for each in (own, self.overall):
+            each.share -= each.share // window
+            each.evicted += 1
+            if each.seen < window:
+                each.seen += 1
+            if each.seen == window and not each.evicted % self._period:
+                each.copying = each.share >= needed() // (2 if each.copying else 1)
 
-    def wanted(self) -> None:
+    def wanted(self, tenant: int) -> None:
         """Count such a block that is read, or computed again."""
         self.wanted_total += 1
-        if self._window:
-            self.share = min(WHOLE, self.share + WHOLE // self._window)
+        if not self._window:
+            return
+        own = self.by_tenant.get(tenant)
+        for each in (self.overall,) if own is None else (own, self.overall):
+            each.share = min(WHOLE, each.share + WHOLE // self._window)
 
-    def skip(self, value: int) -> None:
+    def skip(self, value: int, tenant: int) -> None:
         """Remember a block that is evicted without a copy by its chained hash."""
         self.skipped_total += 1
         skipped = self.skipped
         if value in skipped:
             skipped.move_to_end(value)
             return
-        skipped[value] = None
+        skipped[value] = tenant
         if len(skipped) > self.skipped_max:
             skipped.popitem(last=False)
 
@@ -104,15 +132,19 @@ class HostYield:
             return []
         places = [place for place, value in enumerate(values) if value in self.skipped]
         for place in places:
-            if self.skipped.pop(values[place], True) is None:  # not twice, if two rows computed the same content
+            tenant = self.skipped.pop(values[place], None)
+            if tenant is not None:  # otherwise two rows computed the same content
                 self.recomputed_total += 1
-                self.wanted()
+                self.wanted(tenant)
         return places
 
     def check_invariants(self) -> None:
         """Check that the numbers agree."""
         assert len(self.skipped) <= self.skipped_max, "too many skipped blocks are remembered"
-        assert 0 <= self.share <= WHOLE and 0 <= self.seen <= self._window, "a share of evicted blocks"
+        for each in (self.overall, *self.by_tenant.values()):
+            assert 0 <= each.share <= WHOLE and each.seen == min(each.evicted, self._window), (
+                "a share of evicted blocks"
+            )
         assert self.recomputed_total <= min(self.skipped_total, self.wanted_total), "skipped blocks computed again"
         assert max(self.skipped_total, self.wanted_total) <= self.once_total, "blocks used once"
 
@@ -132,3 +164,8 @@ def needed_yield(write: StepCosts, read: StepCosts, compute: StepCosts, block_si
         return DEFAULT
     saves = compute.token * block_size - (read.token or write.token)
     return max(LEAST, min(MOST, WHOLE * write.token // saves)) if saves > 0 else MOST
+
+
+def permille(share: OnceShare) -> int:
+    """Return how many of 1,000 evicted blocks that were used once are wanted again."""
+    return 1000 * share.share // WHOLE

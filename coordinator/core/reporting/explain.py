@@ -12,7 +12,7 @@ from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.host_copies import HostCopies
 from ..cache.host_tier import NO_HOST_BLOCK
-from ..cache.host_yield import WHOLE
+from ..cache.host_yield import WHOLE, permille
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
@@ -364,9 +364,9 @@ def _eviction(host: HostCopies, block: int) -> list[str]:
         return []
     if host.is_reused(block):
         return ["the host tier gets a copy when it is evicted: it was used again, or its sequence goes on"]
-    yields, needed = host.tier.yields, 1000 * host.needed_yield() // WHOLE
-    facts = f"it was used once, {yields.wanted_permille} of 1,000 such blocks are wanted again, and {needed} pay"
-    if yields.copying:
+    share, needed = host.tier.yields.share_of(host.owner_of(block)), 1000 * host.needed_yield() // WHOLE
+    facts = f"it was used once, {permille(share)} of 1,000 such blocks are wanted again, and {needed} pay"
+    if share.copying:
         return [f"the host tier gets a copy when it is evicted: {facts}"]
     return [f"the host tier gets no copy when it is evicted: {facts}"]
 

@@ -16,6 +16,7 @@ from ..cache.blocks import CHECKPOINT, KV, RECURRENT, REFERENCED, WINDOW
 from ..cache.disk_tier import DiskTier
 from ..cache.groups import Group
 from ..cache.host_tier import HostTier
+from ..cache.host_yield import permille
 from ..cache.kv_cache_manager import KVCacheManager
 from ..requests.request import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING
 from ..requests.table import RequestTable
@@ -115,7 +116,7 @@ def _host_stats(tier: HostTier | None) -> dict[str, int]:
         "host_unsaved_total": tier.unsaved_total,
         "host_skipped_total": tier.yields.skipped_total,
         "host_recomputed_total": tier.yields.recomputed_total,
-        "host_wanted_permille": tier.yields.wanted_permille,
+        "host_wanted_permille": permille(tier.yields.overall),
         "host_swapped_total": tier.swapped_total,
         "host_unswapped_total": tier.unswapped_total,
         "host_swapped_blocks_total": tier.swapped_blocks_total,
