@@ -33,6 +33,7 @@ _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 
 _SPECIAL_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 
+_VOCABULARIES = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"
 # Where AutoTokenizer returns the class that tokenizer_config.json names: Llama 3 and its like.
 _PLAIN_FAMILIES, _PLAIN_CLASSES = {"llama"}, {"PreTrainedTokenizerFast", "TokenizersBackend"}
 
@@ -59,6 +60,9 @@ class Tokenizer:
             Unavailable: The extra `text` is not installed.
         """
         path = find(str(source), weights=False)
+        if path.is_dir() and not any((path / name).is_file() for name in _VOCABULARIES):
+            reason = "the folder holds no tokenizer (tokenizer.json or tokenizer.model)"
+            raise UnsupportedModel(str(path), reason)  # a gateway serves without text: it need not import transformers
         transformers = _transformers()
         try:
             tokenizer = _from_gguf(path) if path.is_file() and is_gguf(path) else _from_folder(transformers, path)
@@ -261,8 +265,6 @@ def _transformers() -> ModuleType:
 
 
 def _from_folder(transformers: ModuleType, path: Path) -> Any:
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
-        raise UnsupportedModel(str(path), "the folder holds no tokenizer (tokenizer.json or tokenizer.model)")
     if _is_whole(path):
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     # trust_remote_code is explicit, because transformers would otherwise ask on the terminal.

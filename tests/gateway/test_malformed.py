@@ -204,16 +204,15 @@ def at(body: Any, path: tuple[Any, ...]) -> Any:
 
 
 def damaged(body: dict[str, Any], count: int = len(VALUES)) -> Iterator[bytes]:
-    """Return the body with one place changed. Each place gets `count` of the values, in turn."""
+    """Return the body with one place changed. Each place gets `count` of the values, of each kind some, in turn."""
     for number, path in enumerate(places(body)):
         if not path:
             continue
-        first = number * count % len(VALUES)
         changed = copy.deepcopy(body)
         holder = at(changed, path[:-1])
         holder[path[-1]] = MARK
         text = json.dumps(changed)
-        for value in (VALUES * 2)[first : first + count]:
+        for value in (one for turn, one in enumerate(VALUES) if (turn + number) * count % len(VALUES) < count):
             yield text.replace(json.dumps(MARK), value).encode("utf-8", "surrogatepass")
         del holder[path[-1]]
         yield json.dumps(changed).encode()

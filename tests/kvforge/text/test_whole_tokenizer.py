@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the text extra is not installed")
 
 from transformers import AutoTokenizer
 
+from kvforge.protocol.errors import UnsupportedModel
 from kvforge.text import tokenizer as module
 from kvforge.text.tokenizer import Tokenizer
 from tests.worker.characters import write_characters
@@ -95,3 +96,14 @@ def test_a_folder_without_one_of_its_files_is_left_to_autotokenizer(name: str, t
     folder = folder_of(tmp_path)
     (folder / name).unlink()
     assert not module._is_whole(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_refused_before_transformers_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gateway serves token ids alone, and its text helper starts without that import."""
+    folder = folder_of(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModel, match="the folder holds no tokenizer"):
+        Tokenizer.load(folder)
