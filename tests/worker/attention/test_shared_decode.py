@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, triton_attention
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, decode_plan, triton_attention
 from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from kvforge.worker.attention.decode_plan import DecodePlanner
 from kvforge.worker.attention.plan_items import (
@@ -38,24 +38,30 @@ F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.in
 BLOCK_SIZE = 16
 # Tokens of each row, and how many blocks it has from an earlier row, and which row.
 ROWS = [
-    (1500, 0, 0),
-    (1502, 0, 93),  # a draft of the row before: all of its blocks, and more tokens
-    (1501, 0, 93),
-    (1490, 0, 70),  # a fork, with the same borders, that parts in the middle of a part
-    (1000, 0, 62),  # fewer tokens, and so other borders
+    (500, 0, 0),
+    (502, 0, 31),  # a draft of the row before: all of its whole blocks, and more tokens
+    (501, 0, 31),
+    (490, 0, 28),  # a fork, with the same borders, that parts in the middle of its last part
+    (330, 0, 20),  # fewer tokens, and so other borders
     (0, 0, 0),  # padding
-    (300, 0, 18),  # one part: it is read alone
-    (1500, 7, 0),
-    (1499, 7, 93),
-    (1411, 9, 0),  # of no row
-    (1500, 0, 93),
-    (1503, 0, 93),
+    (100, 0, 6),  # one part: it is read alone
+    (500, 7, 0),
+    (499, 7, 31),
+    (460, 9, 0),  # of no row
+    (500, 0, 31),
+    (503, 0, 31),
 ]
 
 
 @pytest.fixture(scope="module")
 def device() -> Device:
     return open_device("auto")
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide short rows as long ones are: the interpreter is slow."""
+    monkeypatch.setattr(decode_plan, "STEADY_MIN", 128)
 
 
 @dataclass
@@ -152,7 +158,7 @@ def own_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
 
 CASES = [
     ((8, 2), 64, F32, 0.0, False),
-    ((4, 4), 80, BF16, 0.0, True),
+    ((2, 2), 80, BF16, 0.0, True),
     ((6, 2), 128, F16, 5.0, False),
     ((7, 1), 64, I8, 0.0, True),
     ((8, 2), 128, FP8, 0.0, False),
@@ -160,6 +166,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("short_parts")
 @pytest.mark.parametrize(("heads", "head_size", "dtype", "softcap", "has_sinks"), CASES, ids=str)
 def test_rows_have_the_bits_that_they_have_alone(
     heads: tuple[int, int], head_size: int, dtype: torch.dtype, softcap: float, has_sinks: bool, device: Device
@@ -195,6 +202,7 @@ def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
     assert not others, "bits that rows do not have alone"
 
 
+@pytest.mark.usefixtures("short_parts")
 @pytest.mark.parametrize("fault", ["wrong group", "wrong border", "wrong place"])
 def test_a_wrong_plan_changes_bits(fault: str, device: Device) -> None:
     case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
@@ -283,6 +291,7 @@ def test_what_the_kernel_leaves_to_the_other_one() -> None:
     assert shared_planner(4, 32, 8, 128, F32, 0, target) is None, "products in float32 have other bits there"
 
 
+@pytest.mark.usefixtures("short_parts")
 def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a batch of their own, among prompt tokens too, and refills of a static batch."""
     case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
@@ -311,7 +320,7 @@ def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytes
     for _ in range(2):  # the second step finds its plans made
         assert torch.equal(sharing.attend(query, case.layer, built(), options), want)
     assert launched == [len(used)] * 2
-    window = AttentionOptions(0.125, window=700)
+    window = AttentionOptions(0.125, window=230)
     assert torch.equal(*(each.attend(query, case.layer, built(), window) for each in (alone, sharing)))
     mixed = [1] * 3 + [5] + [1] * (len(used) - 4)
     more = torch.cat((query[:4], query[:4], query[4:]))
