@@ -2,18 +2,24 @@
 
     python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
 
+With RANK "all" it forks all ranks, after it has imported what each of them would: on a CPU, where that is possible.
+
 MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Each line is JSON, for one model: its answers, or the error. A folder without
-weights gets random ones. COMPANY: number of requests that also run in random batches and are compared with themselves
-alone. EXPERTS: 1 if ranks divide the experts among them.
+weights gets random ones. COMPANY: for each model, joined by commas, the number of requests that also run in random
+batches and are compared with themselves alone. EXPERTS: 1 if ranks divide the experts among them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -22,12 +28,16 @@ from typing import Any
 
 import torch
 
+from kvforge.process.collector import keep_all
+from kvforge.process.leash import PR_SET_PDEATHSIG
 from kvforge.protocol.errors import KvforgeError
 from kvforge.worker.__main__ import leave
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
-from kvforge.worker.loading import load
+from kvforge.worker.loading import find_source, load, read_config
+from kvforge.worker.loading.composite import model_class
+from kvforge.worker.loading.lazy_compiler import less_of_torch
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.step.company import Alone, Company, Request, compare, draw
 from tests.worker.step.test_states import play
@@ -140,47 +150,80 @@ def several(
     asked: int = ASKED,
     device: str = "cpu",
     collectives: str = "auto",
-    company: int = 0,
+    company: int | Sequence[int] = 0,
     expert_parallel: bool = False,
 ) -> list[list[dict[str, Any]]]:
     """Return the result of `say` for each rank and model. models: folder, dtype and weight_dtype. device: "cuda": one
-    GPU for each rank."""
+    GPU for each rank. company: of all models, or of each."""
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
-    how = f"{device}/{collectives}/{company}/{int(expert_parallel)}"
-    logs = [Path(f"{meeting}-{rank}.log") for rank in range(count)]
+    companies = ",".join(map(str, [company] * len(models) if isinstance(company, int) else company))
+    how = f"{device}/{collectives}/{companies}/{int(expert_parallel)}"
+    logs = [Path(f"{meeting}-{rank}.log") for rank in (["all"] if device == "cpu" else range(count))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes: list[Child | subprocess.Popen[bytes]] = []
     try:
-        for rank, log in enumerate(logs):
-            arguments = [str(rank), str(count), str(meeting), str(asked), how, *named]
-            if device == "cpu":  # a fork copies no driver's threads
-                processes.append(fork_server().start(arguments, log, environment, __name__))
-            else:
-                processes.append(subprocess.Popen([sys.executable, "-m", __name__, *arguments], env=environment))
+        arguments = [str(count), str(meeting), str(asked), how, *named]
+        if device == "cpu":  # a fork copies no driver's threads
+            processes.append(fork_server().start(["all", *arguments], logs[0], environment, __name__))
+        else:
+            for rank in range(count):
+                command = [sys.executable, "-m", __name__, str(rank), *arguments]
+                processes.append(subprocess.Popen(command, env=environment))
         statuses = [process.wait(WAIT_S) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait(END_S)
-    assert statuses == [0] * count, [log.read_text() for log in logs if log.exists()]
+    assert not any(statuses), [log.read_text() for log in logs if log.exists()]
     texts = [Path(f"{meeting}-{rank}").read_text() for rank in range(count)]
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
+def import_models(folders: Sequence[Path], device: Device) -> None:
+    """Import and compile what the ranks need, once for all of them."""
+    with less_of_torch():
+        import kvforge.worker.loading.split  # noqa: F401 - it imports accelerate
+
+        for folder in folders:
+            load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
+            with suppress(Exception):  # the ranks meet it again
+                model_class(read_config(find_source(folder, load_format)))
+    with suppress(KvforgeError):
+        say(folders[0], "float32", "dtype", asked=1, device=device)
+
+
+def fork_ranks(count: int) -> int:
+    """Fork the ranks. Return the rank in each of them; this process ends after them, with 1 if one has failed."""
+    keep_all()  # a collection would copy the memory that ranks share
+    ranks = []
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that gives up kills this process alone
+            return rank
+        ranks.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    return leave(int(any(statuses)))
+
+
 def main() -> None:
     number, count, meeting, asked, how, *models = sys.argv[1:]
-    kind, collectives, company, experts = how.split("/")
+    kind, collectives, companies, experts = how.split("/")
     torch.set_num_threads(1)
-    rank = int(number)
+    if number == "all":
+        import_models([Path(model.split("/", 2)[2]) for model in models], open_device(kind))
+        rank = fork_ranks(int(count))
+    else:
+        rank = int(number)
     device = open_device(kind, 0 if kind == "cpu" else rank)
     group = Ranks(rank, int(count), device, collectives)
     group.meet(Path(meeting))
     status = 1
     try:
         with Path(f"{meeting}-{rank}").open("w") as file:
-            for model in models:
+            for model, company in zip(models, map(int, companies.split(",")), strict=True):
                 dtype, weight_dtype, folder = model.split("/", 2)
-                told = say(Path(folder), dtype, weight_dtype, group, int(asked), device, int(company), experts == "1")
+                told = say(Path(folder), dtype, weight_dtype, group, int(asked), device, company, experts == "1")
                 print(json.dumps(told), file=file, flush=True)
         status = 0
     except Exception:  # noqa: BLE001 - printed; the process still has to exit as a worker does
