@@ -14,6 +14,7 @@ from kvforge.worker.attention import AttentionOptions, PagedAttention, Reference
 from kvforge.worker.attention.pool import KvGeometry, KvPool, LayerShape
 from kvforge.worker.attention.states import ALIGNMENT, StateLayout, StatePages, StateTensor
 from kvforge.worker.device.device import Device
+from tests.pairs import every_pair
 from tests.worker.attention.cases import HEADS, STEPS, Case
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -153,9 +154,14 @@ def attentions() -> list[str]:
     return [*found, "triton"] if importlib.util.find_spec("triton") is not None else found
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
-@pytest.mark.parametrize("kind", attentions())
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("kind", "step", "kv_dtype"),
+    [
+        pytest.param(kind, *pair.values, marks=pair.marks if kind == "triton" else [])
+        for kind in attentions()
+        for pair in every_pair(STEPS, ["float32", "int8", "fp8"])
+    ],
+)
 def test_attention_over_pages_gives_the_bits_of_a_pool_of_layers(
     kind: str, step: str, kv_dtype: str, cpu: Device
 ) -> None:

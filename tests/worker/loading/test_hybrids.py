@@ -34,6 +34,7 @@ from kvforge.worker.loading.row_cache import RowCache
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.trial import LADDER, OFFSET, SINGLES, unsteady_mixers
 from kvforge.worker.loading.verification import verify
+from tests.pairs import every_pair
 
 from .random_models import HYBRIDS, NEEDS_CACHE, save
 
@@ -452,8 +453,10 @@ def test_states_in_16_bits(
     assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
 
 
-@pytest.mark.parametrize(("state_dtype", "allowed"), [("bfloat16", 0.05), ("float16", 0.01)])
-@pytest.mark.parametrize("name", ["mamba2", "minimax", "qwen3_5", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "allowed"),
+    every_pair(["mamba2", "minimax", "qwen3_5", "recurrent_gemma"], [("bfloat16", 0.05), ("float16", 0.01)]),
+)
 def test_states_kept_in_16_bits(
     name: str,
     state_dtype: str,
@@ -475,8 +478,7 @@ def test_states_kept_in_16_bits(
     assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
 
 
-@pytest.mark.parametrize(("kv_dtype", "allowed"), [("int8", 0.02), ("fp8", 0.1)])
-@pytest.mark.parametrize("name", ["lfm2", "jamba"])
+@pytest.mark.parametrize(("name", "kv_dtype", "allowed"), every_pair(["lfm2", "jamba"], [("int8", 0.02), ("fp8", 0.1)]))
 def test_keys_and_values_of_8_bits_beside_states(
     name: str,
     kv_dtype: str,

@@ -29,10 +29,10 @@ NARROW = {
 }
 ON_CPU = [
     ("llama", "float32", "auto", "auto"),
-    ("llama", "float32", "int8", "auto"),
+    pytest.param(("llama", "float32", "int8", "auto"), marks=pytest.mark.soak),  # as Gemma 3's below
     ("llama", "float32", "fp8", "auto"),
     ("llama", "bfloat16", "auto", "auto"),
-    ("llama", "float16", "auto", "auto"),
+    pytest.param(("llama", "float16", "auto", "auto"), marks=pytest.mark.soak),  # as GPT-2's below
     ("llama", "float32", "auto", "int8"),
     ("qwen3", "float32", "float16", "auto"),
     ("qwen2", "float32", "auto", "auto"),

@@ -22,6 +22,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_checks import drafts_possible
 from kvforge.worker.step.runner import ModelRunner, PendingStep, StepOutcome
 from kvforge.worker.wanted import ADVANCES, AHEAD
+from tests.pairs import every_pair
 from tests.worker.characters import write_characters
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
@@ -205,17 +206,23 @@ def load(tiny: Callable[..., LoadedModel], write_config: Callable[..., Any]) -> 
     return tiny
 
 
+ON_CPU = [(policy, "kernels") for policy in ("right", "wrong", "partly right")]
+ON_CPU += [("partly right", "torch"), ("partly right", "graphs"), ("right", "graphs")]
+
+
 @pytest.mark.parametrize(
-    ("policy", "path"),
-    [(policy, "kernels") for policy in ("right", "wrong", "partly right")]
-    + [("partly right", "torch"), ("partly right", "graphs"), ("right", "graphs")]
-    + [
-        pytest.param(policy, path, marks=pytest.mark.gpu)
-        for policy in ("right", "wrong", "partly right")
-        for path in ("gpu", "gpu graphs")
+    ("policy", "path", "kinds"),
+    [
+        *every_pair(ON_CPU, [SAMPLINGS, GRAMMARS]),
+        *(
+            pytest.param(policy, path, kinds, marks=pytest.mark.gpu)
+            for policy in ("right", "wrong", "partly right")
+            for path in ("gpu", "gpu graphs")
+            for kinds in (SAMPLINGS, GRAMMARS)
+        ),
     ],
+    ids=lambda each: None if isinstance(each, str) else "grammars" if each is GRAMMARS else "plain",
 )
-@pytest.mark.parametrize("kinds", [SAMPLINGS, GRAMMARS], ids=["plain", "grammars"])
 def test_answers_with_drafts_have_the_bits_of_answers_without(
     kinds: dict[str, SamplingParams],
     policy: str,

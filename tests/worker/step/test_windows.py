@@ -19,6 +19,7 @@ from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.step import memory
 from kvforge.worker.step.memory import check_states, ring_blocks
 from kvforge.worker.step.runner import ModelRunner, StepOutcome
+from tests.pairs import every_pair
 from tests.worker.attention.window_rows import PagedRows
 
 BLOCK_SIZE, WINDOW, CONTEXT = 16, 20, 1024
@@ -101,9 +102,9 @@ def results(bench: Bench, decodes: int) -> list[tuple[int, float]]:
     return answer
 
 
-@pytest.mark.parametrize("graph_rows_max", [0, 4])
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [*((name, "auto") for name in MODELS), ("gemma3", "int8"), ("gpt_oss", "fp8")]
+    ("name", "kv_dtype", "graph_rows_max"),
+    every_pair([*((name, "auto") for name in MODELS), ("gemma3", "int8"), ("gpt_oss", "fp8")], [0, 4]),
 )
 def test_answers_have_the_bits_of_whole_layers_and_are_transformers_own(
     name: str,
@@ -218,8 +219,7 @@ def test_a_row_without_its_window_fails_alone(tiny: Callable[..., LoadedModel]) 
     assert {each.slot for each in broken.errors} == {0, 1}
 
 
-@pytest.mark.parametrize("graph_rows_max", [0, 2 + DRAFTS])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "graph_rows_max"), every_pair(MODELS, [0, 2 + DRAFTS]))
 def test_answers_with_drafts_have_the_bits_of_answers_without(
     name: str, graph_rows_max: int, tiny: Callable[..., LoadedModel]
 ) -> None:
