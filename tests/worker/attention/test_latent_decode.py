@@ -164,15 +164,19 @@ def fine(planner: LatentPlanner) -> LatentPlanner:
 
 
 @runs_kernels
-@pytest.mark.parametrize("heads", [16, 40])
-def test_bits_depend_on_a_rows_own_length_alone(heads: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "lengths", "groups", "parts"),
+    [
+        (16, [1500, 70, 513, 3, 900], 3 + 1 + 2 + 1 + 2, 12 + 1 + 5 + 1 + 8),
+        (40, [600, 70, 513, 3], 2 + 1 + 2 + 1, 5 + 1 + 5 + 1),  # three tiles of heads, each of which takes as long
+    ],
+)
+def test_bits_depend_on_a_rows_own_length_alone(heads: int, lengths: list[int], groups: int, parts: int) -> None:
     """A row alone, divided finely, among others, and in other blocks of the pool."""
-    lengths = [1500, 70, 513, 3, 900]
     case = Case.make(lengths, heads, 32, 16, 16, torch.float32)
     items = {
         each: parts_of(each.plan(case.lengths), each)[0] for each in (coarse(case.planner()), fine(case.planner()))
     }
-    groups, parts = 3 + 1 + 2 + 1 + 2, 12 + 1 + 5 + 1 + 8
     assert [len(each) for each in items.values()] == [groups, parts if case.planner().folds else groups]
     among, split = (case.paged(planner) for planner in items)
     assert torch.equal(among, split)
@@ -180,7 +184,7 @@ def test_bits_depend_on_a_rows_own_length_alone(heads: int) -> None:
     moved = Case.make(lengths, heads, 32, 16, 16, torch.float32, blocks_more=5)
     moved.tables[:, -1] = 0
     assert torch.equal(moved.paged(), among)
-    # Interpreted, the longest rows take most of the time: they run alone with the fewer heads.
+    # Interpreted, the longest row takes most of the time: it runs alone with the fewer heads.
     for row in range(len(lengths)) if heads == 16 else (1, 2, 3):
         alone = case.only(row)
         for planner in (coarse(alone.planner()), fine(alone.planner()), alone.planner(rows_max=7)):
