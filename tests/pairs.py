@@ -9,7 +9,7 @@ import pytest
 
 
 def every_pair(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
-    """Return all pairs as parameters, most of them as soak tests.
+    """Return all pairs as parameters, most as soak tests.
 
     Args:
         firsts: Values of the first parameter, or tuples of several parameters.

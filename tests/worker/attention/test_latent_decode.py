@@ -168,7 +168,7 @@ def fine(planner: LatentPlanner) -> LatentPlanner:
     ("heads", "lengths", "groups", "parts"),
     [
         (16, [1500, 70, 513, 3, 900], 3 + 1 + 2 + 1 + 2, 12 + 1 + 5 + 1 + 8),
-        (40, [600, 70, 513, 3], 2 + 1 + 2 + 1, 5 + 1 + 5 + 1),  # three tiles of heads, each of which takes as long
+        (40, [600, 70, 513, 3], 2 + 1 + 2 + 1, 5 + 1 + 5 + 1),  # three tiles of heads: three times the work
     ],
 )
 def test_bits_depend_on_a_rows_own_length_alone(heads: int, lengths: list[int], groups: int, parts: int) -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY/EXPERTS MODEL ...
 
-With RANK "all" it forks all ranks, after it has imported what each of them would: on a CPU, where that is possible.
+RANK "all", on a CPU: it imports the modules that the ranks need and then forks them.
 
 MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Each line is JSON, for one model: its answers, or the error. A folder without
 weights gets random ones. COMPANY: for each model, joined by commas, the number of requests that also run in random
@@ -180,7 +180,7 @@ def several(
 
 
 def import_models(folders: Sequence[Path], device: Device) -> None:
-    """Import and compile what the ranks need, once for all of them."""
+    """Import and compile what all ranks need, once."""
     with less_of_torch():
         import kvforge.worker.loading.split  # noqa: F401 - it imports accelerate
 
@@ -193,7 +193,7 @@ def import_models(folders: Sequence[Path], device: Device) -> None:
 
 
 def fork_ranks(count: int) -> int:
-    """Fork the ranks. Return the rank in each of them; this process ends after them, with 1 if one has failed."""
+    """Fork the ranks. Return its number in each rank; this process ends after the ranks, with 1 if one has failed."""
     keep_all()  # a collection would copy the memory that ranks share
     ranks = []
     for rank in range(count):

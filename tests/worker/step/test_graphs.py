@@ -516,7 +516,7 @@ def test_steps_that_share_reads_run_in_graphs_of_their_own(
 
     monkeypatch.setattr(triton_attention, "shared_decode", counted)
     monkeypatch.setattr(graphs, "CAPTURE_USES", 2)
-    prompt, blocks = RNG.integers(3, 97, 40).tolist(), 40 // BLOCK_SIZE  # two parts, one of which is common
+    prompt, blocks = RNG.integers(3, 97, 40).tolist(), 40 // BLOCK_SIZE  # a common part and one behind it
     found = []
     for common in (blocks, 0):
         decoding = Decoding(model, graph_rows_max=4, rows_max=4, width=24, common=common)
