@@ -211,8 +211,8 @@ class Sequences:
     def append(self, slots: Slots, at: Slots | int, tokens: Tokens | int) -> None:
         """Append one token to each of `slots`. Each has a block that it may write.
 
-        Every new token enters through this method, `append_sampled` or `extend`, with GENERATED added if it was
-        generated.
+        Every new token enters through this method, `append_sampled`, `append_accepted` or `extend`, with GENERATED
+        added if it was generated.
 
         Args:
             slots: Distinct slots, [n].
@@ -245,6 +245,25 @@ class Sequences:
         cells.tokens[cells.where] = tokens
         cells.logprobs[cells.where] = logprobs
         self.length[slots] = length
+        self.accessed_us[slots] = self._clock.now_us
+        self.changed_lengths.append(slots)
+
+    def append_accepted(
+        self, slots: Slots, counts: Slots, rows: Slots, at: Slots, tokens: Tokens, logprobs: npt.NDArray[np.float32]
+    ) -> None:
+        """Append one or more tokens to each of `slots`, as `append_sampled` appends one.
+
+        Args:
+            slots: Distinct slots, [n].
+            counts: How many tokens of each, [n].
+            rows: The slot of each token, [m].
+            at: Its position, [m].
+            tokens: Token ids with GENERATED added, [m] int32.
+            logprobs: [m].
+        """
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs
+        self.length[slots] += counts
         self.accessed_us[slots] = self._clock.now_us
         self.changed_lengths.append(slots)
 

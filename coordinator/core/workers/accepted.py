@@ -29,9 +29,20 @@ class FurtherTokens(msgspec.Struct, frozen=True, eq=False):
     logprobs: npt.NDArray[np.float32]
     tops: TopLogprobs | None
 
-    def at(self, place: int, rows: Slots) -> FurtherTokens:
-        """Return those at one place of their rows, of the given rows."""
-        picked = np.flatnonzero((self.places == place) & np.isin(self.slots, rows))
+    def of(self, rows: Slots) -> FurtherTokens:
+        """Return those of the given rows."""
+        return self._pick(np.flatnonzero(np.isin(self.slots, rows)))
+
+    def until(self, stops: npt.NDArray[np.bool_]) -> FurtherTokens:
+        """Return those up to the first stop token of each row, which is among them. stops: which are stop tokens, [n].
+
+        All tokens of each row are here.
+        """
+        before = np.cumsum(stops) - stops
+        first = np.flatnonzero(self.places == 1)
+        return self._pick(np.flatnonzero(before == np.repeat(before[first], np.diff(first, append=stops.size))))
+
+    def _pick(self, picked: npt.NDArray[np.int64]) -> FurtherTokens:
         tops = None if self.tops is None else self.tops.pick(picked)
         return FurtherTokens(self.slots[picked], self.places[picked], self.tokens[picked], self.logprobs[picked], tops)
 

@@ -394,27 +394,51 @@ class StepResults:
             The last token of each row, [n], and the rows that had drafts.
         """
         s, running = self._cache.sequences, self._admission.rows
-        drafted = dict(zip(sent.slots.tolist(), sent.message.drafts.tolist(), strict=True))
-        verified = rows[[drafted[slot] > 0 for slot in rows.tolist()]]
-        first = s.length[verified]
-        last, open_rows, place = dict(zip(rows.tolist(), tokens.tolist(), strict=True)), rows, 0
-        while open_rows.size:
-            newest = np.array([last[slot] for slot in open_rows.tolist()], np.int32)
-            stopped = running.stopped(open_rows, newest) if running.stops_most else None
-            open_rows = open_rows if stopped is None else open_rows[~stopped]
-            place += 1
-            now = further.at(place, open_rows)
-            open_rows = now.slots
-            self._append(group, sent, open_rows, now.tokens, now.logprobs, now.tops)
-            s.computed[open_rows] += 1
-            last.update(zip(open_rows.tolist(), now.tokens.tolist(), strict=True))
+        drafts, newest = np.zeros(s.length.size, np.int64), np.zeros(s.length.size, np.int32)
+        drafts[sent.slots] = sent.message.drafts
+        verified = rows[drafts[rows] > 0]
+        ended = running.stopped(rows, tokens) if running.stops_most else None
+        further = further.of(rows if ended is None else rows[~ended])
+        if running.stops_most and further.slots.size:
+            stops = running.stopped(further.slots, further.tokens)
+            further = further if stops is None else further.until(stops)
+        group.sampled_rows = None  # each row is at another place now
+        if further.slots.size:
+            self._append_accepted(sent, further)
+        accepted = np.bincount(further.slots, minlength=drafts.size)[verified]
         s.pending[verified] = 0
         s.scheduled[verified] = s.computed[verified]
-        group.sampled_rows = None  # it has the rows of the last place alone
-        for slot, accepted in zip(verified.tolist(), (s.length[verified] - first).tolist(), strict=True):
+        for slot, count in zip(verified.tolist(), accepted.tolist(), strict=True):
             request = self._requests.live[int(s.request[slot])]
-            self._admission.drafts.learn(group, request, drafted[slot], accepted)
-        return np.array([last[slot] for slot in rows.tolist()], np.int32), verified
+            self._admission.drafts.learn(group, request, int(drafts[slot]), count)
+        newest[rows] = tokens
+        newest[further.slots] = further.tokens  # of a row, the last one is kept
+        return newest[rows], verified
+
+    def _append_accepted(self, sent: SentStep, further: FurtherTokens) -> None:
+        """Append accepted tokens behind the first of their rows, all at once, and stream them."""
+        s, running, tenants = self._cache.sequences, self._admission.rows, self._cache.tenants
+        slots, tokens = further.slots, further.tokens
+        at = s.length[slots] + further.places - 1
+        rows, counts = np.unique(slots, return_counts=True)
+        s.append_accepted(rows, counts, slots, at, tokens | GENERATED_MARK, further.logprobs)
+        s.computed[rows] += counts
+        self._requests.generated_tokens_total += slots.size
+        if sent.tenant >= 0:
+            tenants.service[sent.tenant] += slots.size / tenants.weight.item(sent.tenant)
+            self._meters.observe(sent.tenant, GAP, 0, slots.size)  # they came with the first one
+        else:
+            self._admission.waiting.charge_each(s.tenant[slots])
+            self._meters.observe_gaps(s.tenant[slots], 0)
+        tops = None if further.tops is None else self._record_top_logprobs(slots, further.tops)
+        offsets = (at - running.base[slots]).astype(np.int32)
+        streamed = StreamRows(s.request[slots], offsets, tokens, further.logprobs, tops)
+        readers = running.reader[slots]
+        if np.count_nonzero(readers == readers[0]) == readers.size:
+            if readers[0]:
+                self._streams.add_step(int(readers[0]), streamed)
+        else:
+            self._streams.add_step_of_clients(readers, streamed)
 
     def _sampled(self, rows: Slots) -> SampledRows:
         """Return rows with what their results need, before the next token of each is appended."""
