@@ -243,20 +243,20 @@ class BlockTables:
             s.changed_cells.append((rows, columns))
         return True
 
-    def grow_to(self, group: Group, slot: int, length: int) -> bool:
-        """Give a row of the group blocks for `length` tokens, free or cached ones.
+    def grow_to(self, group: Group, slots: Slots, lengths: Slots) -> bool:
+        """Give rows of one tenant blocks for `lengths` tokens, free or cached ones.
 
         Args:
             group: The group.
-            slot: The slot of the row. The blocks that it holds are not enough.
-            length: Tokens.
+            slots: The slots of the rows, [n]. The blocks that they hold are not enough.
+            lengths: Tokens of each, [n].
 
         Returns:
             False, with nothing changed, if the tenant could get them only by the eviction of a sequence, or not at all.
         """
-        s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slot])
-        slots, more = np.array([slot]), np.array([s.blocks_for(length) - int(s.used[slot])])
-        count = int(more[0])
+        s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slots[0]])
+        more = -(-lengths // s.block_size) - s.used[slots]
+        count = int(more.sum())
         if pool.available(tenant) < count * (1 + group.window_pages):
             return False
         fresh = pool.allocate(tenant, count * (1 + group.window_pages))

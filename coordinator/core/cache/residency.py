@@ -446,10 +446,10 @@ class Residency:
         """Release the blocks that rows got for drafts and that hold no token: [n] slots without pending tokens."""
         s = self._sequences
         needed = -(-s.length[slots] // s.block_size)
-        for slot, keep in zip(slots.tolist(), needed.tolist(), strict=True):
-            if s.used[slot] > keep:
-                self._release_beyond(slot, keep)
-                self._row_changed(slot)
+        more = s.used[slots] > needed
+        for slot, keep in zip(slots[more].tolist(), needed[more].tolist(), strict=True):
+            self._release_beyond(slot, keep)
+        s.changed_rows.append(slots[more])
 
     def _release_beyond(self, slot: int, keep: int) -> None:
         """Release all but the first `keep` blocks of a sequence."""

@@ -94,9 +94,11 @@ def best(costs: RowCosts, rows: int, chances: Sequence[int]) -> int:
     """
     tokens = rows * CERTAIN
     count, most, least = 0, tokens + tokens // MARGIN, costs.of(rows)
+    took, row = costs.of(rows, 1), costs.line.token
+    took -= row
     for number, chance in enumerate(chances, 1):
         tokens += chance
-        took = costs.of(rows, number)
+        took += row
         if tokens * least > most * took:
             count, most, least = number, tokens, took
     return count

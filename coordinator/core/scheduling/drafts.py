@@ -58,7 +58,8 @@ class Drafts:
             raise ProtocolError("step_result: draft_slots, draft_counts and draft_tokens differ in length")
         if counts.size and not 1 <= int(counts.min()) <= int(counts.max()) <= group.drafts:
             raise ProtocolError(f"step_result: draft_counts must be 1 to the announced drafts = {group.drafts}")
-        if np.unique(slots).size != slots.size or not np.isin(slots, result.slots).all():
+        distinct = set(slots.tolist())
+        if len(distinct) != slots.size or not distinct <= set(result.slots.tolist()):
             raise ProtocolError("step_result: draft_slots must be distinct rows with a token in this result")
         if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
             raise ProtocolError(f"step_result: a draft outside the vocabulary of {group.model.vocab_size}")
@@ -171,15 +172,28 @@ class Drafts:
             if count > 0:
                 wanted[slot], chances[slot] = count, self._chances(group, slot)
         counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
-        chosen = dict[int, tuple[int, ...]]()
-        for slot, count in counts.items():
-            if count > (inside := self._inside(slot)):
-                length = int(s.length[slot]) + 1 + count
-                count = count if self._cache.tables.grow_to(group, slot, length) else inside
-            if count:
-                chosen[slot] = group.proposals[slot][:count]
+        short = {slot: count for slot, count in counts.items() if count > self._inside(slot)}
+        for slot in self._without_blocks(group, short):
+            counts[slot] = self._inside(slot)
+        chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items() if count}
         group.proposals.clear()
         return chosen
+
+    def _without_blocks(self, group: Group, counts: Mapping[int, int]) -> list[int]:
+        """Give rows blocks for so many drafts; return those that get none."""
+        s = self._cache.sequences
+        of_tenant = dict[int, list[int]]()
+        for slot in counts:
+            of_tenant.setdefault(int(s.tenant[slot]), []).append(slot)
+        without = list[int]()
+        for some in of_tenant.values():
+            slots = np.array(some)
+            lengths = s.length[slots] + 1 + np.array([counts[slot] for slot in some])
+            if not self._cache.tables.grow_to(group, slots, lengths):
+                each = range(len(some)) if len(some) > 1 else ()
+                got = [at for at in each if self._cache.tables.grow_to(group, slots[at : at + 1], lengths[at : at + 1])]
+                without += [slot for at, slot in enumerate(some) if at not in got]
+        return without
 
     def _inside(self, slot: int) -> int:
         """Return how many drafts the blocks of a row hold behind its next token."""
