@@ -62,7 +62,7 @@ class Deadlines:
         return found
 
     def next_us(self, now_us: int, live: Container[int], parts: Parts) -> int | None:
-        """Return the first deadline, or None. Only bounds change.
+        """Return the first deadline, or None. Only bounds change, and a second call changes none.
 
         Args:
             now_us: The time.
@@ -74,13 +74,15 @@ class Deadlines:
             timer_us = heap[0][0] if heap else NEVER
         else:
             timer_us = min((timer_us for timer_us, request_id, _ in heap if request_id in live), default=NEVER)
-        first_us = min(bounds_us)
+        first_us, asked = min(bounds_us), -1
         while now_us < first_us < timer_us:
             part = bounds_us.index(first_us)
-            due_us = bounds_us[part] = parts[part]()
-            first_us = min(bounds_us)
-            if first_us == due_us:
+            if part == asked:
                 break
+            # An earlier part may have the same bound and a later deadline. It is asked now, and not by the next call,
+            # which may follow a refused command.
+            bounds_us[part], asked = parts[part](), part
+            first_us = min(bounds_us)
         self.first_us = first_us = min(timer_us, first_us)
         return first_us if first_us < NEVER else None
 

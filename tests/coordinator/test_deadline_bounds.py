@@ -69,6 +69,9 @@ def test_the_first_deadline_is_that_of_a_scan(seed: int) -> None:
             assert found is not None and found <= min([*overdue, *live.values(), clock[0]])
         else:
             assert found == min([*waiting, *live.values()], default=None)
+        bounds_us = deadlines.bounds_us.copy()
+        assert deadlines.next_us(clock[0], live, acts) == found
+        assert deadlines.bounds_us == bounds_us, "a command that is refused next would change the state"
     assert all(us <= clock[0] for part in parts for us in part.acted)
 
 
@@ -88,6 +91,20 @@ def test_a_deadline_that_moves_is_asked_for_once_in_each_turn() -> None:
         assert deadlines.next_us(now_us, {1}, acts) == now_us + LATER_US
     assert [part.asked for part in parts] == [0, 0, 0, 999, 0]
     assert len(deadlines.heap) == 1
+
+
+def test_asking_again_changes_nothing_where_an_early_bound_equals_the_deadline_of_a_later_part() -> None:
+    """A refused command asks again behind each turn, and must leave every bound as it was."""
+    clock = [0]
+    deadlines, parts, acts = made(clock)
+    deadlines.arm(WORKERS, LATER_US)  # the worker that had this deadline is gone
+    parts[SESSIONS].deadlines_us.append(LATER_US)
+    deadlines.arm(SESSIONS, LATER_US - 1)  # so that the sessions are asked first
+    assert deadlines.next_us(0, (), acts) == LATER_US
+    bounds_us = deadlines.bounds_us.copy()
+    clock[0] = 1
+    assert deadlines.next_us(1, (), acts) == LATER_US
+    assert deadlines.bounds_us == bounds_us
 
 
 def test_what_is_due_waits_for_the_parts_to_act_in_their_order() -> None:
