@@ -94,9 +94,10 @@ def replay(task: Task, drafts: int, options: argparse.Namespace) -> dict[str, fl
         worker.record(prompt, answer)
         requests.append(driver.submit(prompt, len(answer), sampling=greedy))
     decode_us = steps = 0
+    (group,) = driver.machine.cache.groups.values()
     while driver.machine.requests.live:
         driver.turn()
-        step, is_alone = worker.inbox.popleft(), not worker.inbox
+        step, is_alone = worker.inbox.popleft(), group.sent[0].sent_us >= group.result_us
         rows = step.slots.size + int(step.drafts.sum())
         took_us, way_us = options.step_us + options.row_us * rows, options.way_us * is_alone
         if step.counts.sum() == rows:  # no prompt tokens
@@ -119,6 +120,7 @@ def main() -> int:
     )
     parser.add_argument("--drafts", type=int, default=16, help="schedule.drafts_max [16]")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="requests that run together [1 16]")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS[:-1], default=list(TASKS[:-1]))
     parser.add_argument("--tokens", type=int, default=256, help="the most of an answer")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, about")
     parser.add_argument("--step-us", type=int, default=4000, help="of a step without rows")
@@ -128,7 +130,7 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[list[object]] = []
     results: list[dict[str, Any]] = []
-    for name in TASKS[:-1]:
+    for name in options.tasks:
         for batch in options.batch:
             task = make(name, batch, options.prompt, options.tokens)
             tokens, found = sum(map(len, task.answers)), dict[str, dict[str, float]]()

@@ -8,7 +8,7 @@ import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
 from kvforge.coordinator.core.cache.row_costs import RowCosts
-from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, pays
+from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, pays, put_off
 from kvforge.protocol.messages import StepResult
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.test_drafts import Drafter, drafted, state_of
@@ -107,6 +107,51 @@ def test_proposals_are_not_waited_for_where_free_drafts_would_not_pay() -> None:
     assert not pays(group, 16, {0: 8}, {0: Chances(512, 512)}), "the gain is shared by 16 rows"
     group.row_costs = RowCosts()
     assert pays(group, 1, {0: 8}, {0: Chances(512, 512)}), "costs are to be measured"
+
+
+def test_steps_without_drafts_are_measured_before_a_second_one_with_some() -> None:
+    """As before the first step of a worker whose decodes were all beside prompts."""
+    (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
+    group.row_costs = RowCosts()
+    wanted, chances = {0: 8}, {0: Chances(900, 900)}
+    assert sum(choose(group, 1, wanted, chances).values()) == 8, "no step was measured"
+    group.row_costs.add(1, 8, 1000, 1500)
+    assert choose(group, 1, wanted, chances) == {}
+    group.row_costs.add(1, 0, 1000, 1500, alone=True)
+    assert group.row_costs.plain_way == 500 * UNIT
+    group.row_costs.add(1, 0, 1000, 1000)
+    assert group.row_costs.plain_way == 0, "at once"
+    assert sum(choose(group, 1, wanted, chances).values()) == 8
+
+
+def test_a_step_alone_without_drafts_tells_the_way_of_one_with_drafts() -> None:
+    found = RowCosts()
+    found.add(1, 0, 1000, 4000, alone=True)
+    assert found.is_known and found.of(1, 3) > 3000 * UNIT
+    found.add(1, 2, 1000, 1500)
+    assert found.drafted_way < 3000 * UNIT
+
+
+def test_behind_a_step_in_flight_a_proposal_loses_its_first_token() -> None:
+    """At 512 each, 8 drafts give 1 token in the mean, and 7 behind a right one give a half."""
+    driver, _ = timed(8, 5, 0, 1.0)
+    (group,) = driver.machine.cache.groups.values()
+    group.row_costs = costs(5, 700)
+    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+    driver.submit([10, 2, 3, 4], 50)
+    driver.turn()
+    assert group.sent
+    assert not pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+
+
+@pytest.mark.parametrize(
+    ("trial_from", "wait", "expected"), [(40, 16, (32, 82)), (40, 1024, (1024, 1074)), (0, 16, (16, 0))]
+)
+def test_a_trial_whose_proposals_are_void_is_put_off(trial_from: int, wait: int, expected: tuple[int, int]) -> None:
+    (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
+    group.drafts_from, group.draft_wait, group.last_step = trial_from, wait, 49
+    put_off(group)
+    assert (group.draft_wait, group.drafts_from) == expected
 
 
 @pytest.mark.parametrize(("row_us", "longest"), [(5, 4), (250, 19), (50_000, 94)])

@@ -43,8 +43,10 @@ class RowCosts:
         elif not alone:
             # Down at once, for the first way may be that of a step alone.
             self.plain_way = way if way < self.plain_way else _averaged(self.plain_way, way)
-        elif self.plain_way == UNKNOWN or way < self.plain_way:
-            self.plain_way = way
+        else:
+            self.plain_way = way if self.plain_way == UNKNOWN else min(self.plain_way, way)
+            if self.drafted_way == UNKNOWN:
+                self.drafted_way = way  # a step with drafts is as alone
 
     @property
     def is_known(self) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..cache.groups import Group
-from ..cache.row_costs import RowCosts
+from ..cache.row_costs import UNKNOWN, RowCosts
 
 CERTAIN = 1 << 10  # the chance of a token that is accepted always
 GROUP_OF = 32  # the averaging window of a group's chances, in results
@@ -119,6 +119,8 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
     group.drafts_from = 0
     if not costs.has_times:
         count = len(each)
+    elif costs.plain_way == UNKNOWN:
+        count = 0  # this step and one that overlaps it tell what a step without drafts takes
     elif is_trial:
         count = len(wanted)
     elif group.next_step % PLAIN_EVERY == 0:
@@ -136,7 +138,8 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
 def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> bool:
     """Return whether the next step is to wait for the results before it, and verify proposals.
 
-    Waiting costs the overlap of two steps, even if the step then verifies none.
+    Waiting costs the overlap of two steps, even if the step then verifies none. While another step is in flight, its
+    token takes the place of the first draft: what then follows is of use only if that draft is right.
 
     Args:
         group: The group.
@@ -144,8 +147,8 @@ def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[in
         wanted: How many drafts of each slot it has room for.
         chances: The chances of each slot's drafts.
     """
-    costs = group.row_costs
-    each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)), reverse=True)
+    costs, first = group.row_costs, int(bool(group.sent))
+    each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)[first:]), reverse=True)
     if MARGIN * sum(each) <= rows * CERTAIN:
         return False
     if group.drafts_from or not costs.is_known or not costs.has_times:
@@ -160,6 +163,13 @@ def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], chances: S
     group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, _longest_wait(costs, rows, wanted))
     group.drafts_from = 0 if count else group.next_step + group.draft_wait
     return count
+
+
+def put_off(group: Group) -> None:
+    """Note that the group waited for a result whose proposals are not kept: a trial that measured nothing."""
+    if group.drafts_from:
+        group.draft_wait = min(2 * group.draft_wait or WAIT_FIRST, WAIT_MAX)
+        group.drafts_from = group.next_step + group.draft_wait
 
 
 def _longest_wait(costs: RowCosts, rows: int, wanted: Mapping[int, int]) -> int:

@@ -66,6 +66,12 @@ class Drafts:
 
     def take(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Keep the proposals of a result for rows that still run, if they may pay; older ones of its rows are void."""
+        waited = bool(group.proposals)
+        self._take(group, sent, result)
+        if waited and not group.proposals:
+            draft_choice.put_off(group)
+
+    def _take(self, group: Group, sent: SentStep, result: StepResult) -> None:
         if group.proposals:
             for slot in sent.sampled.tolist():
                 group.proposals.pop(slot, None)
