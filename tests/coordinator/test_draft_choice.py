@@ -110,7 +110,7 @@ def test_proposals_are_not_waited_for_where_free_drafts_would_not_pay() -> None:
 
 
 def test_steps_without_drafts_are_measured_before_a_second_one_with_some() -> None:
-    """As before the first step of a worker whose decodes were all beside prompts."""
+    """As at the start of a worker, if all decodes were beside prompts."""
     (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
     group.row_costs = RowCosts()
     wanted, chances = {0: 8}, {0: Chances(900, 900)}
@@ -147,7 +147,7 @@ def test_behind_a_step_in_flight_a_proposal_loses_its_first_token() -> None:
 @pytest.mark.parametrize(
     ("trial_from", "wait", "expected"), [(40, 16, (32, 82)), (40, 1024, (1024, 1074)), (0, 16, (16, 0))]
 )
-def test_a_trial_whose_proposals_are_void_is_put_off(trial_from: int, wait: int, expected: tuple[int, int]) -> None:
+def test_a_trial_without_proposals_is_put_off(trial_from: int, wait: int, expected: tuple[int, int]) -> None:
     (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
     group.drafts_from, group.draft_wait, group.last_step = trial_from, wait, 49
     put_off(group)
