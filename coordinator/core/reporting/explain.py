@@ -8,12 +8,14 @@ from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, Not
 from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequence, Message
 
 from ..cache.block_pool import short_of
+from ..cache.blocks import NO_BLOCKS
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.host_copies import HostCopies
 from ..cache.host_tier import NO_HOST_BLOCK
 from ..cache.host_yield import WHOLE, permille
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.placement import Placement
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
@@ -219,12 +221,14 @@ class Explainer:
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         hashes = request.hashes
+        resident = slot != NO_SLOT and s.pool[slot] == group.number
         placement = self._admission.choice.plan(group, request)
         request.hashes = hashes  # explaining must not have side effects, not even on speed
-        needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else placement.needed
+        if resident:
+            placement = Placement(group, NO_BLOCKS, (-1, 0), 0)
         asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.choice.spare(group, request)
         try:
-            cache.residency.check_room(group, request.tenant, needed, placement.hits, asking, spare)
+            cache.residency.with_room(placement, request.tenant, spare, asking)
         except CapacityExceeded as error:
             return short_of(error), str(error)
         return 0, "there is room by now: it is tried next"

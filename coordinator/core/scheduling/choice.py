@@ -178,9 +178,8 @@ class Choice:
         """Return whether the group's pool could ever hold all that the request may need."""
         tenants = self._cache.tenants
         reserved = tenants.reserved_for_others(tenants.names[request.tenant])
-        most = self.most_blocks(request)
-        others = group.state_blocks + self._cache.windows.most(group, most)
-        return most + others <= group.pool.count - reserved
+        most = self._with_windows(group, self.most_blocks(request)) + group.state_blocks
+        return most <= group.pool.count - reserved
 
     def most_blocks(self, request: Request) -> int:
         """Return how many blocks of KV the request needs if it runs to its end."""
@@ -191,9 +190,8 @@ class Choice:
         placement = self.plan(group, request)
         supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
-        first = self._cache.sequences.blocks_for(self.length(request) + min(1, request.max_tokens))
-        others = group.state_blocks + self._cache.windows.most(group, first)
-        needed = max(first + others, placement.needed + placement.ahead + placement.hits.size) - shared
+        first = self._with_windows(group, self._first_blocks(request)) + group.state_blocks
+        needed = max(first, placement.needed + placement.ahead + placement.hits.size) - shared
         return supply.has(request.tenant, needed, NO_SPARE)
 
     def spare(self, group: Group, request: Request) -> Spare:
@@ -207,9 +205,19 @@ class Choice:
         if not self._cache.tenants.has_quotas:
             return Spare(pool)
         mine = int(np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant)))
-        length = self.length(request)
-        first = s.blocks_for(length + min(1, request.max_tokens)) - s.blocks_for(length)
-        return Spare(pool, (mine + 1) * each if mine else first * each)
+        if mine:
+            return Spare(pool, (mine + 1) * each)
+        # Windows stop growing: a block more of KV takes window blocks only where the placement reserves fewer.
+        before = self._with_windows(group, s.blocks_for(self.length(request)))
+        return Spare(pool, self._with_windows(group, self._first_blocks(request)) - before)
+
+    def _first_blocks(self, request: Request) -> int:
+        """Return the blocks of KV that the request has with the next token of its answer."""
+        return self._cache.sequences.blocks_for(self.length(request) + min(1, request.max_tokens))
+
+    def _with_windows(self, group: Group, blocks: int) -> int:
+        """Return `blocks` and the most that windows take beside them, as validation counts both."""
+        return blocks + self._cache.windows.most(group, blocks)
 
 
 def lack(group: Group, error: CapacityExceeded, needed: int, events: tuple[Event, ...] = ()) -> Wait:
