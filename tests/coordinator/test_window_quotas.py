@@ -7,7 +7,7 @@ import pytest
 from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import QuotaExceeded
 from tests.coordinator.driver import Driver, continuation
-from tests.coordinator.test_windows import PROMPT, WindowWorker, windowed
+from tests.coordinator.test_windows import PROMPT, SIZE, WindowWorker, windowed
 
 CEILING = 18
 
@@ -27,6 +27,38 @@ def test_each_prompt_with_the_longest_accepted_answer_runs(window: int, step_tok
         request = driver.submit(prompt, longest - size, tenant="t")
         driver.run_until_idle()
         assert driver.answer_of(request) == continuation(prompt, longest - size)
+
+
+def cancelled_in_flight(driver: Driver, worker: WindowWorker, forks: bool) -> int:
+    """A sequence, cancelled while steps without a result compute its prompt, or a fork made before that."""
+    sequence = driver.create(PROMPT[:32], tenant="t")
+    request = driver.submit(sequence_id=sequence, max_tokens=8)
+    for _ in range(4):
+        driver.turn()
+    assert len(worker.inbox) == 4, "four steps are in flight"
+    kept = driver.fork(sequence)[0] if forks else sequence
+    driver.cancel(request)
+    if forks:
+        driver.remove(sequence)
+    return kept
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_window_blocks_of_steps_in_flight_do_not_keep_a_sequence_out(forks: bool) -> None:
+    driver, worker = limited(window=8, step_tokens=4, steps=4)
+    sequence = cancelled_in_flight(driver, worker, forks)
+    request = driver.submit(sequence_id=sequence, max_tokens=8)
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation(PROMPT[:32], 8)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_an_idle_sequence_holds_window_blocks_up_to_its_next_token(forks: bool) -> None:
+    driver, worker = limited(window=8, step_tokens=4, steps=4)
+    sequence = cancelled_in_flight(driver, worker, forks)
+    s = driver.machine.cache.sequences
+    slot = s.slot_of[sequence]
+    assert s.window_end[slot] == s.computed[slot] // SIZE + 1
 
 
 def test_an_explanation_counts_the_window_blocks_that_a_request_lacks() -> None:

@@ -440,6 +440,9 @@ class Residency:
             self._forget_load(slot)
             s.scheduled[slot] = s.computed[slot]
         self._release_beyond(slot, s.blocks_for(int(s.length[slot])))
+        if s.window_end[slot]:  # those of steps in flight would count against a ceiling that has no room for them
+            group = self._groups[int(s.pool[slot])]
+            self._windows.trim(group, slot, int(s.scheduled[slot]) // s.block_size + 1)
         self._row_changed(slot)
 
     def give_back(self, slots: Slots) -> None:
@@ -506,9 +509,10 @@ class Residency:
         return not s.state_used[slot] or self._copy_state(slot, child, length)
 
     def _share_windows(self, group: Group, slot: int, child: int, used: int) -> None:
-        """Let a fork hold its parent's window blocks, as far as it has their tokens."""
+        """Let a fork hold its parent's window blocks, as far as it has their tokens and their KV is acknowledged."""
         s = self._sequences
-        first, end = int(s.window_first[slot]), min(int(s.window_end[slot]), used)
+        first, written = int(s.window_first[slot]), int(s.computed[slot]) // s.block_size + 1
+        end = max(first, min(int(s.window_end[slot]), used, written))
         ids = self._windows.between(group, slot, first, end)
         group.hold(ids)
         self._windows.begin(group, child, first, ids, NO_BLOCKS)
