@@ -73,6 +73,7 @@ class FakeRunner:
         self.states: list[Any] = []
         self.windows: list[Any] = []
         self.result = outcome()
+        self.on_accept: Callable[[], None] = lambda: None
 
     def launch(self, step: Step, tables: Any, states: Any, windows: Any) -> FakePending:
         self.states.append(states)
@@ -84,6 +85,9 @@ class FakeRunner:
     def finish(self, pending: FakePending) -> StepOutcome:
         pending.over = True
         return pending.result
+
+    def accept_drafts(self) -> None:
+        self.on_accept()
 
     def end(self, index: int) -> Callable[[], None]:
         """Complete the step launched as number `index`."""
@@ -306,6 +310,14 @@ def test_a_result_carries_the_proposals_of_the_runner() -> None:
         [2, 1],
         [9, 8, 7],
     ]
+
+
+def test_accepted_drafts_advance_their_slots_behind_the_result() -> None:
+    runner, answered = FakeRunner(), list[list[int]]()
+    link = FakeLink(step(1), runner.end(0), None, step(2), runner.end(1), None)
+    runner.on_accept = lambda: answered.append(link.answered)
+    serve(runner, link)
+    assert answered == [[1], [1, 2]]
 
 
 def test_a_result_acknowledges_the_host_copies_of_its_step() -> None:
