@@ -38,7 +38,7 @@ class FurtherTokens(msgspec.Struct, frozen=True, eq=False):
 
         All tokens of each row are here.
         """
-        before = np.cumsum(stops) - stops
+        before: npt.NDArray[np.int64] = np.cumsum(stops) - stops
         first = np.flatnonzero(self.places == 1)
         return self._pick(np.flatnonzero(before == np.repeat(before[first], np.diff(first, append=stops.size))))
 
