@@ -20,6 +20,7 @@ from kvforge.worker.attention.windows import WindowLimits
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from tests.worker.undefined import fill_with_nan
 
 TRIAL_S_MAX = 120.0
 # Weights larger than usual: at transformers' 0.02 attention of a tiny model is almost uniform and hides mistakes.
@@ -55,6 +56,11 @@ def grammars_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)  # tests run in parallel
+
+
+@pytest.fixture(autouse=True)
+def _undefined_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_with_nan(monkeypatch)
 
 
 @pytest.fixture
