@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvforge.coordinator.core.limits import Quota
 from kvforge.protocol.errors import RequestNotFound, SequenceNotFound
 from kvforge.protocol.messages import GetRequest, GetSequence
 from tests.coordinator.conftest import MakePool
@@ -219,3 +220,19 @@ def test_asking_when_something_is_due_changes_nothing(ended: int) -> None:
     asked = driver.wake_us()
     assert driver.wake_us() == asked
     assert digest(driver.machine) == before
+
+
+def test_a_holder_that_leaves_a_block_to_an_idle_sequence_wakes_a_request() -> None:
+    driver = Driver(quotas={"t": Quota(ceiling=6)})
+    driver.add_worker(16)
+    sequence = driver.create([*range(1, 10)], tenant="t")
+    driver.submit(sequence_id=sequence, max_tokens=1)
+    driver.run_until_idle()
+    block = driver.blocks_of(sequence)[0]
+    driver.ref(block, "me", tenant="t")
+    request = driver.submit([*range(30, 50)], 4, tenant="t")
+    driver.step()
+    assert driver.request(request).state == "pending", "the holder keeps one of the six blocks"
+    driver.unref(block, "me")
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation([*range(30, 50)], 4)

@@ -342,6 +342,8 @@ class BlockPool:
         dead = ids[counts == 0] if np.count_nonzero(counts) else ids
         if dead.size:
             self._give_up(dead)
+        if dead.size < ids.size:
+            self._waits.wake(self._gain)  # evicting the holders that are left may free the block now
         blocks.changed.append(ids)
         return int(dead.size)
 
