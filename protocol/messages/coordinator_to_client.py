@@ -225,7 +225,7 @@ class TenantWiped(Message, frozen=True, tag="tenant_wiped"):
         host_blocks: Entries of host files that were dropped.
         disk_blocks: Entries of disks that were dropped.
         held_blocks: Blocks of pools that live requests or holders of the tenant still use.
-        pending_blocks: Blocks of host files and disks whose bytes are not overwritten yet, of any wiped tenant.
+        pending_blocks: Blocks of host files and disks that still have bytes of any wiped tenant.
     """
 
     rid: int

@@ -9,7 +9,7 @@ those of the device. `HostTier` has the books of one file:
 - *referenced*: a copy into or out of the block is pending or in flight.
 - *quarantined*: a worker was lost while a step that writes the block was in flight. A hung process may still write it.
   The worker locks the file for its whole life, so the next process that announces the file ends the quarantine. Also a
-  block whose bytes are being overwritten, because the tenant of its entry was wiped.
+  block with bytes that are being overwritten, because the tenant of its entry was wiped.
 
 An entry is a node of a trie: the tokens of a block behind a parent node. The root is the salt. Nodes are apart from the
 keys of the prefix index, because a key changes when its device block is freed. A node without a block keeps the

@@ -8,10 +8,10 @@ measures which share of these blocks is *wanted* again: read from the host or th
 was evicted before. The chained hashes of skipped blocks, as many as the tier has blocks, show the second case: they
 predict the reads of copies that were not made.
 
-The share is an average over about `window` evicted blocks, whose weights decay. Below half of what a copy must yield
-to pay, blocks used once are skipped; at that yield, they are copied again. Each tenant has a share of its own, once it
-has seen a window; until then, that of all blocks decides. A chain keeps its beginning either way: a copied block takes
-the blocks before it along, and a chain is evicted from its end.
+The share is an average over about `window` evicted blocks, with weights that decay. Below half of what a copy must
+yield to pay, blocks used once are skipped; at that yield, they are copied again. Each tenant has a share of its own,
+once it has seen a window; until then, that of all blocks decides. A chain keeps its beginning either way: a copied
+block takes the blocks before it along, and a chain is evicted from its end.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], chances: S
 
 
 def put_off(group: Group) -> None:
-    """Note that the group waited for a result whose proposals are not kept: a trial that measured nothing."""
+    """Note that the group waited for a result and kept no proposals: a trial that measured nothing."""
     if group.drafts_from:
         group.draft_wait = min(2 * group.draft_wait or WAIT_FIRST, WAIT_MAX)
         group.drafts_from = group.next_step + group.draft_wait
