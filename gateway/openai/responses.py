@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvforge.gateway.generate.prepare import prepare_conversation
 from kvforge.gateway.http.encoding import encode
 from kvforge.gateway.http.errors import openai_error
 from kvforge.gateway.http.fields import Reader
-from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.errors import KvforgeError, StorageFailed
 
 from .call import Call
 from .fields import top_k_of, top_p_of
@@ -27,9 +27,10 @@ from .kept import KeptSequence, kept_of
 from .response_items import EventWriter, Items, event
 from .responses_body import NOT_STORED, Create, check, messages_of, shape
 from .responses_tools import OfferedFunctions, echoed
-from .stored import Context, Stored, StoredResponse, input_items, items_of, new_id
+from .stored import Context, Stored, StoredResponse, input_items, items_of, named_id
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
+Forget = Callable[[KeptSequence], Awaitable[None]]  # gives a kept sequence up
 READER = Reader(Create, UNIMPLEMENTED, READ_IF)
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Responses:
         asked: Its body.
         stored: The stored objects; None if the gateway stores nothing.
         name: Its id, if it has one already.
+        forget: Gives its sequence up if it cannot be stored.
 
     Attributes:
         ending: The end of the prompt's text.
@@ -60,22 +62,31 @@ class Responses:
     """
 
     @classmethod
-    async def of(cls, call: Call, asked: Create, stored: Stored | None = None) -> Responses:
+    async def of(
+        cls, call: Call, asked: Create, stored: Stored | None = None, forget: Forget | None = None
+    ) -> Responses:
         """Check a request and render its conversation.
 
         Raises:
             InvalidRequest: Names the field.
             NotFound: The response or conversation to continue does not exist.
         """
-        work = cls(call, asked, stored)
+        work = cls(call, asked, stored, forget=forget)
         await work.converse()
         return work
 
-    def __init__(self, call: Call, asked: Create, stored: Stored | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        call: Call,
+        asked: Create,
+        stored: Stored | None = None,
+        name: str = "",
+        forget: Forget | None = None,
+    ) -> None:
         check(asked, stores=stored is not None)
         if stored is None and asked.store:
             call.ignored.add("store", f"cannot be true: {NOT_STORED}")
-        self.call, self.asked, self.stored = call, asked, stored
+        self.call, self.asked, self.stored, self._forget = call, asked, stored, forget
         self.stores = stored is not None and asked.store is not False
         self.id = name or _id_of(call, asked)
         self.created = int(time.time())
@@ -205,7 +216,8 @@ class Responses:
     async def saved(self, body: dict[str, Any], items: Items, kept: KeptSequence | None) -> dict[str, Any]:
         """Store a complete response, if it is to be stored.
 
-        An answer is not lost with its storage: if it cannot be stored, `store` is false.
+        An answer is not lost with its storage: if it cannot be stored, `store` is false, and its sequence is given up.
+        Where it is not known whether it was stored, it is stored again, which changes nothing if it was.
 
         Returns:
             The response as it is sent.
@@ -215,12 +227,16 @@ class Responses:
         stored = StoredResponse(
             response=body, input=self.input, pieces=items.pieces, conversation=self.asked.conversation_id, kept=kept
         )
+        operations = self.stored.put(self.call.caller.tenant, stored, group=self.call.model.info.name)
         try:
-            await self.stored.storage.apply(
-                *self.stored.put(self.call.caller.tenant, stored, group=self.call.model.info.name)
-            )
+            try:
+                await self.stored.storage.apply(*operations)
+            except StorageFailed:
+                await self.stored.storage.apply(*operations)
         except KvforgeError as error:
             log.warning("the response %s is not stored: %s", self.id, error.message)
+            if kept is not None and self._forget is not None:
+                await self._forget(kept)
             return {**body, "store": False}
         return body
 
@@ -282,10 +298,7 @@ def response_failed(error: KvforgeError) -> bytes:
 
 def _id_of(call: Call, asked: Create) -> str:
     """Return the id of a response, which stays the same when it is asked for again with its idempotency key."""
-    if not call.key.name:
-        return new_id("resp")
-    named = "\n".join(("background" if asked.background else "", call.caller.tenant, call.key.name))
-    return f"resp_{hashlib.blake2b(named.encode(), digest_size=16, person=b'kvforge response'[:16]).hexdigest()}"
+    return named_id("resp", call.caller.tenant, call.key.name, "background" if asked.background else "")
 
 
 _PLAIN = {"type": "text"}

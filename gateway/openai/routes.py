@@ -31,6 +31,7 @@ from .background import Background
 from .bodies import error_event
 from .call import Call
 from .conversations import Conversations
+from .kept import forget
 from .request_body import Chat, Completion
 from .response_routes import StoredResponses
 from .sessions import Sessions
@@ -100,7 +101,8 @@ class OpenAI:
         asked = body.decoded(responses.READER, await self._read(request), ignored)
         call = Call.of(request.headers, caller, self._settings, self._service.known, asked, ignored)
         try:
-            work = await wanted(request, responses.Responses.of(call, asked, self._stored))
+            give_up = partial(forget, self._service)
+            work = await wanted(request, responses.Responses.of(call, asked, self._stored, give_up))
             if asked.background and self._kept is not None:
                 return await self._kept.create(work)
             return await self._answer(request, call, work, bool(asked.stream), responses.response_failed)

@@ -11,6 +11,7 @@ the model.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -363,6 +364,21 @@ def decoded_conversation(document: Document) -> StoredConversation:
 def new_id(prefix: str) -> str:
     """Return an id that no other object has."""
     return f"{prefix}_{secrets.token_hex(16)}"
+
+
+def named_id(prefix: str, tenant: str, key: str, *more: str) -> str:
+    """Return the id of what a request with an idempotency key makes: the same one each time. A new one without a key.
+
+    Args:
+        prefix: The beginning of the id.
+        tenant: The tenant.
+        key: The key, or "".
+        more: What else tells it from others with this key.
+    """
+    if not key:
+        return new_id(prefix)
+    named = "\n".join((*more, tenant, key))
+    return f"{prefix}_{hashlib.blake2b(named.encode(), digest_size=16, person=b'kvforge response'[:16]).hexdigest()}"
 
 
 def known_id(kind: str, name: str, field: str | None = None) -> str:

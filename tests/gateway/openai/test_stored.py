@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from kvforge.gateway.config import Key, Settings, StorageSection
 from kvforge.gateway.openai.background import Background
-from kvforge.gateway.storage import List, Storage, StorageFailed, Usage
+from kvforge.gateway.storage import List, Put, Storage, StorageFailed, Usage
 from kvforge.gateway.storage.inline import InlineStorage
 from kvforge.protocol.errors import QueueFull
 from tests.gateway.scripted import Script, application, client, prompt_text
@@ -185,6 +185,37 @@ def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
         assert world.storage.done(Usage()) == [[]]
 
     play(tmp_path, Script(), work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("failures", "stored"), [(1, True), (2, False)])
+def test_an_answer_is_stored_again_while_it_is_not_known_whether_it_was(
+    stream: bool, failures: int, stored: bool, tmp_path: Path
+) -> None:
+    """The storage's process ends behind the write; twice, it ends before. What is said is what is there."""
+
+    class Dying(InlineStorage):
+        left = failures
+
+        async def apply(self, *operations: Any) -> Any:
+            if not any(isinstance(operation, Put) for operation in operations) or not self.left:
+                return await super().apply(*operations)
+            self.left -= 1
+            if stored:
+                await super().apply(*operations)
+            raise StorageFailed("process", "ended", "try again: it is not known whether the call was done")
+
+    async def work(world: World) -> None:
+        http = world.gateway(Dying(world.url))
+        posted = await http.post("/v1/responses", json={"input": "Hi", "stream": stream})
+        body = events_of(posted.text)[-1]["response"] if stream else posted.json()
+        assert body["store"] is stored
+        assert (await http.get(f"/v1/responses/{body['id']}")).status_code == (200 if stored else 404)
+        (usage,) = world.storage.done(Usage())
+        assert isinstance(usage, list) and len(usage) == stored
+        assert world.script.sequences.removed == ([] if stored else [900 + world.script.next_id - 1])
+
+    play(tmp_path, Script(keeps=900), work)
 
 
 def test_an_answer_is_not_lost_with_its_storage(tmp_path: Path) -> None:
