@@ -23,9 +23,10 @@ from kvforge.gateway.http import body
 from kvforge.gateway.http.fields import Reader
 from kvforge.gateway.http.guard import Guard
 from kvforge.gateway.http.ignored import Ignored
+from kvforge.gateway.http.keys import Key
 from kvforge.gateway.http.notes import notes_of
-from kvforge.gateway.storage import Append, Delete, Document, Entry, List, Operation, Read, RemoveEntry
-from kvforge.protocol.errors import Conflict, InvalidRequest, KvforgeError, SequenceNotFound
+from kvforge.gateway.storage import Append, Delete, Document, Entry, Get, List, Operation, Read, RemoveEntry
+from kvforge.protocol.errors import Conflict, InvalidRequest, KeyReused, KvforgeError, SequenceNotFound
 from kvforge.protocol.messages import Explanation
 
 from .background import Background
@@ -45,7 +46,7 @@ from .stored import (
     decoded_conversation,
     encode,
     known_id,
-    new_id,
+    named_id,
 )
 from .unimplemented_fields import READ_IF, UNIMPLEMENTED
 
@@ -117,10 +118,26 @@ class Sessions:
     async def _create(self, request: Request, caller: Caller) -> Response:
         asked = body.decoded(CREATE, await self._read(request), self._ignored(request))
         stored = StoredConversation(metadata=checked_metadata(asked.metadata), created_at=int(time.time()))
-        name = new_id(SESSION_PREFIX)
+        key = Key.of(request.headers).name
+        name = named_id(SESSION_PREFIX, caller.tenant, key, SESSION)
         items = checked_items(asked.items or [])
-        await self._stored.storage.apply(*self._stored.put_conversation(caller.tenant, name, stored, items))
+        try:
+            await self._stored.storage.apply(*self._stored.put_conversation(caller.tenant, name, stored, items))
+        except Conflict:
+            made = await self._made(caller, key, [name])
+            if not key:
+                raise
+            if not made or made[0].metadata != stored.metadata:
+                raise KeyReused(key, 0) from None
+            stored = made[0]
         return JSONResponse(_shown(name, stored, None))
+
+    async def _made(self, caller: Caller, key: str, names: list[str]) -> list[StoredConversation]:
+        """Return the sessions that a request with this key has made before; none if any of them is not there."""
+        asked = [Get(tenant=caller.tenant, kind=CONVERSATION, id=name) for name in names]
+        found = await self._stored.storage.apply(*asked) if key else []
+        made = [decoded_conversation(document) for document in found if isinstance(document, Document)]
+        return made if len(made) == len(names) else []
 
     async def _get(self, request: Request, caller: Caller) -> Response:
         document, kept = await self._session(request, caller)
@@ -169,9 +186,10 @@ class Sessions:
         document, kept = await self._session(request, caller)
         items = await self._entries(caller, document.id)
         parent = decoded_conversation(document)
+        repeated = Key.of(request.headers).name
+        names = [named_id(SESSION_PREFIX, caller.tenant, repeated, document.id, f"{at}") for at in range(asked.n)]
         made, operations = [], [*self._shared(caller, document, parent)]
-        for _ in range(asked.n):
-            name = new_id(SESSION_PREFIX)
+        for name in names:
             child = StoredConversation(
                 metadata=parent.metadata, created_at=int(time.time()), parent=document.id, shared=True
             )
@@ -183,7 +201,13 @@ class Sessions:
                 entries = [Entry(each.response_id, encode(each)) for each in kept]
                 operations.append(Append(**key, name=KEPT, entries=entries))
             made.append(_shown(name, child, kept[-1] if kept else None))
-        await self._stored.storage.apply(*operations)
+        try:
+            await self._stored.storage.apply(*operations)
+        except Conflict:
+            before = await self._made(caller, repeated, names)
+            if not before:
+                raise
+            made = [_shown(name, each, kept[-1] if kept else None) for name, each in zip(names, before, strict=True)]
         return JSONResponse({"object": "list", "data": made})
 
     def _shared(self, caller: Caller, document: Document, parent: StoredConversation) -> list[Operation]:

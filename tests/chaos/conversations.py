@@ -59,13 +59,14 @@ class Talk:
                 before = {"previous_response_id": self.responses[-1]} if self.responses else {}
                 self._turn(turn, f"{turn}", before)
             return
-        session = self._made("/v1/sessions", {})
+        session = str(self._run.call("POST", "/v1/sessions", {}, self._key("session"))["id"])
         self.sessions.append(session)
         for turn in range(TURNS):
             self._turn(turn, f"{turn}", {"conversation": session})
             if turn == 1:
                 middle = self.last["usage"]["total_tokens"]
-                fork = self._run.call("POST", f"/v1/sessions/{session}/fork", {"n": 1})["data"][0]["id"]
+                forks = self._run.call("POST", f"/v1/sessions/{session}/fork", {"n": 1}, self._key("forks"))
+                fork = forks["data"][0]["id"]
                 self.sessions.append(fork)
         self._turn(TURNS, "fork", {"conversation": fork})
         self._run.call("POST", f"/v1/sessions/{session}/rewind", {"tokens": middle})
@@ -77,8 +78,9 @@ class Talk:
             if len(items) != 6:
                 self._run.fault(f"{self._name}: session {each} has {len(items)} items, expected 6")
 
-    def _made(self, path: str, body: dict[str, Any]) -> str:
-        return str(self._run.call("POST", path, body)["id"])
+    def _key(self, what: str) -> dict[str, str]:
+        """Return the header with which a request that is sent again makes nothing twice."""
+        return {"idempotency-key": f"{self._name}-{what}"}
 
     def _turn(self, turn: int, label: str, more: dict[str, Any]) -> None:
         body = {
@@ -91,7 +93,7 @@ class Talk:
         }
         background, tries = self._rng.random() < 0.5, 0
         while True:
-            key = {"idempotency-key": f"{self._name}-{label}-{tries}"}
+            key = self._key(f"{label}-{tries}")
             answer = self._run.call("POST", "/v1/responses", {**body, "background": background}, key)
             if answer["store"]:
                 break

@@ -64,6 +64,36 @@ def test_a_turn_extends_its_session_and_a_fork_parts_from_it(tmp_path: Path) -> 
     play(tmp_path, Script(keeps=KEPT), work)
 
 
+def test_a_session_is_made_and_forked_once_for_an_idempotency_key(tmp_path: Path) -> None:
+    """A client that lost its connection cannot know whether it was made, and asks again."""
+
+    async def work(world: World) -> None:
+        http = world.gateway()
+
+        async def posted(path: str, key: str, **body: Any) -> tuple[int, Any]:
+            answer = await http.post(path, json=body, headers={"idempotency-key": key})
+            return answer.status_code, answer.json()
+
+        status, first = await posted("/v1/sessions", "one", metadata={"a": "b"})
+        assert status == 200
+        assert await posted("/v1/sessions", "one", metadata={"a": "b"}) == (200, first)
+        status, other = await posted("/v1/sessions", "one", metadata={"a": "c"})
+        assert (status, other["error"]["code"]) == (409, "key_reused")
+        assert (await posted("/v1/sessions", "two"))[1]["id"] != first["id"]
+        await respond(http, conversation=first["id"])
+        fork = f"/v1/sessions/{first['id']}/fork"
+        status, forks = await posted(fork, "one", n=2)
+        assert status == 200 and len({first["id"], *(each["id"] for each in forks["data"])}) == 3
+        assert await posted(fork, "one", n=2) == (200, forks)
+        assert await texts(http, forks["data"][1]["id"]) == ["Hi", "hello"], "not twice"
+        assert (await posted(fork, "one", n=3))[0] == 409, "three were not made with this key"
+        assert (await posted(fork, "two", n=2))[1]["data"][0]["id"] != forks["data"][0]["id"]
+        listed = (await http.get("/v1/sessions")).json()["data"]
+        assert len(listed) == 2 + 2 + 2
+
+    play(tmp_path, Script(keeps=KEPT), work)
+
+
 def test_a_session_goes_back_to_an_item_or_to_the_tokens_of_a_response(tmp_path: Path) -> None:
     async def work(world: World) -> None:
         http = world.gateway()
