@@ -60,6 +60,7 @@ DECLARED: dict[tuple[str, str], Declared] = {
     ("kernels.prompt_selective", "selective_scan_kernel"): selective.prompt_configurations,
     ("kernels.prompt_convolution", "convolve_tiles_kernel"): recurrent_prompts.convolution_configurations,
     ("kernels.prompt_convolution", "convolve_states_kernel"): recurrent_prompts.convolution_state_configurations,
+    ("kernels.prompt_channel_pairs", "channel_pairs_kernel"): recurrent_prompts.pairs_configurations,
     ("kernels.prompt_delta", "delta_tiles_kernel"): recurrent_prompts.tiles_configurations,
     ("kernels.prompt_delta", "delta_scan_kernel"): recurrent_prompts.scan_configurations,
     ("kernels.prompt_state_space", "state_space_scan_kernel"): recurrent_prompts.spaces_configurations,

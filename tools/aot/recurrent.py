@@ -23,8 +23,12 @@ CONVOLUTIONS = {
     "Qwen3-Next": (8192, 4, False, True, False),
     "Granite 4": (3328, 4, False, True, True),
 }
-# Heads of keys and of values, numbers of a key and of a value.
-DELTAS = {"Qwen3-Next": (16, 32, 128, 128), "odd sizes": (2, 4, 24, 40)}
+# Heads of keys and of values, numbers of a key and of a value, and whether each number of a key has a decay.
+DELTAS = {
+    "Qwen3-Next": (16, 32, 128, 128, False),
+    "odd sizes": (2, 4, 24, 40, False),
+    "Kimi Linear": (32, 32, 128, 128, True),
+}
 
 
 def convolve_configurations(target: Target) -> list[Configuration]:
@@ -64,19 +68,23 @@ def _convolution(target: Target, dtypes: tuple[torch.dtype, torch.dtype], model:
     return Configuration(label, launched[0], matrix=False)
 
 
+def delta_of(model: str, dtype: torch.dtype) -> GatedDelta:
+    """Return the rule of a model in DELTAS, without memory."""
+    key_heads, heads, key_size, value_size, by_channel = DELTAS[model]
+    rates, weight = meta_tensor(heads, dtype=F32), meta_tensor(value_size, dtype=dtype)
+    biases = meta_tensor(heads * key_size, dtype=F32) if by_channel else rates
+    return GatedDelta(key_heads, key_size, rates, biases, weight, 1e-6, by_channel, by_channel)
+
+
 def _delta(
     target: Target, dtype: torch.dtype, kept: torch.dtype, model: str, far: bool, kernel: int = 0
 ) -> Configuration:
     """Return the configuration of a launch of `advance_delta`. kernel: 0, or 1 for the gated norm."""
-    key_heads, heads, key_size, value_size = DELTAS[model]
-    numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(value_size, dtype=dtype)
-    delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
-    inputs = DeltaInputs(
-        *(meta_tensor(1, width, dtype=dtype) for width in (sum(delta.parts), delta.parts[2], heads, heads))
-    )
+    delta = delta_of(model, dtype)
+    inputs = DeltaInputs(*(meta_tensor(1, width, dtype=dtype) for width in delta.widths))
     with recorded(target) as launched:
         advance_delta(launched_on(target), inputs, states_of_a_row(RECURRENT, delta.state, F32, kept, far), delta)
-    assert value_size * kept.itemsize % ALIGNMENT == 0, "sizes of models are multiples"
+    assert delta.value_size * kept.itemsize % ALIGNMENT == 0, "sizes of models are multiples"
     what = ("gated delta", "gated norm")[kernel]
     label = f"{what} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
     return Configuration(label, launched[kernel], matrix=False)

@@ -12,16 +12,16 @@ from kvforge.worker.kernels.prompt_convolution import convolve_prompts
 from kvforge.worker.kernels.prompt_delta import advance_prompts, choose_tiles
 from kvforge.worker.kernels.prompt_rows import PromptRows, prompt_rows
 from kvforge.worker.kernels.prompt_state_space import advance_spaces_of_prompts
-from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
+from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs
 from kvforge.worker.kernels.state_space import StateSpace, StateSpaceInputs
 
 from .compilation import BF16, DTYPE_NAMES, F16, F32, Configuration, distinct, launched_on, meta_tensor
-from .recurrent import CONVOLUTIONS, DELTAS, FLOATS, states_of_a_row
+from .recurrent import CONVOLUTIONS, FLOATS, delta_of, states_of_a_row
 from .specialise import recorded
 from .state_space import MODELS as SPACES
 
 TOKENS = 70  # of the row that is launched: two tiles
-MODELS = ("LFM2", "Qwen3-Next", "Granite 4")
+MODELS = ("LFM2", "Qwen3-Next", "Granite 4", "Kimi Linear")
 
 
 def rows_of(count: int) -> PromptRows:
@@ -43,12 +43,17 @@ def convolution_state_configurations(target: Target) -> list[Configuration]:
 
 def tiles_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `delta_tiles_kernel` on `target`."""
-    return _kernels_of_delta(target, 0)
+    return _kernels_of_delta(target, "tiles")
+
+
+def pairs_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `channel_pairs_kernel` on `target`."""
+    return _kernels_of_delta(target, "pairs")
 
 
 def scan_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `delta_scan_kernel` on `target`."""
-    return _kernels_of_delta(target, 1)
+    return _kernels_of_delta(target, "scan")
 
 
 def spaces_configurations(target: Target) -> list[Configuration]:
@@ -74,7 +79,8 @@ def _kernels_of(target: Target, which: int) -> list[Configuration]:
     made = []
     if choose_tiles(target, F16) is None:  # T4
         return []
-    for dtype, model, far in product((BF16, F16), MODELS, (False, True)):
+    convolutions = [model for model in CONVOLUTIONS if model in MODELS]
+    for dtype, model, far in product((BF16, F16), convolutions, (False, True)):
         channels, taps, gated, silu, biased = CONVOLUTIONS[model]
         bias = meta_tensor(channels, dtype=dtype) if biased else None
         convolution = Convolution(meta_tensor(channels, taps, dtype=dtype), bias, gated, silu)
@@ -87,20 +93,18 @@ def _kernels_of(target: Target, which: int) -> list[Configuration]:
     return distinct(made)
 
 
-def _kernels_of_delta(target: Target, which: int) -> list[Configuration]:
+def _kernels_of_delta(target: Target, kind: str) -> list[Configuration]:
+    """Return the configurations of a kernel of gated delta rules: "tiles" or "scan", or "pairs", by channel alone."""
     made = []
-    key_heads, heads, key_size, value_size = DELTAS["Qwen3-Next"]
-    for dtype, kept, far in product((BF16, F16), FLOATS, (False, True)):
-        if choose_tiles(target, dtype) is None:
+    for model, dtype, kept, far in product(("Qwen3-Next", "Kimi Linear"), (BF16, F16), FLOATS, (False, True)):
+        delta = delta_of(model, dtype)
+        if choose_tiles(target, dtype) is None or (kind == "pairs" and not delta.is_by_channel):
             continue
-        numbers, weight = meta_tensor(heads, dtype=F32), meta_tensor(value_size, dtype=dtype)
-        delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
-        widths = (sum(delta.parts), delta.parts[2], heads, heads)
-        inputs = DeltaInputs(*(meta_tensor(TOKENS, width, dtype=dtype) for width in widths))
+        inputs = DeltaInputs(*(meta_tensor(TOKENS, width, dtype=dtype) for width in delta.widths))
         with recorded(target) as launched:
             held = states_of_a_row(RECURRENT, delta.state, F32, kept, far)
             advance_prompts(launched_on(target), inputs, held, delta, rows_of(1))
-        kind = ("tiles", "scan")[which]
-        label = f"gated delta of prompts {kind} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]}{' far' * far}"
+        which = ("pairs", "tiles", "scan").index(kind) - (not delta.is_by_channel)
+        label = f"gated delta of prompts {kind} {DTYPE_NAMES[dtype]}, {DTYPE_NAMES[kept]} {model}{' far' * far}"
         made.append(Configuration(label, launched[which], matrix=True))
     return distinct(made)

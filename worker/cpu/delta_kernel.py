@@ -2,7 +2,8 @@
 
 A ticket is a head of a row, with a state [key_size, value_size]. Its columns are advanced a few vectors at a
 time, twice over all lines: to multiply by the key, then to add the correction and multiply by the query. The state is
-written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone.
+written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone. Each head has a
+decay, or each line of its state (Kimi delta attention).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from kvforge.worker.cpu.vector import (
     exp,
     fma,
     loading,
+    maximum,
     multiply,
     next_ticket,
     read_double,
+    read_float,
     read_integer,
     read_integer32,
     reading_integers,
@@ -38,6 +41,7 @@ from kvforge.worker.cpu.vector import (
 NUMBERS_PER_US = 3_000  # of a state, throughput of one thread
 SUM_MIN = 1e-6  # added to the sum of squares of a query or a key
 F = np.float32
+ATANH = tuple(F(1 / odd) for odd in range(15, 0, -2))  # coefficients of its series, the highest first
 read_10 = reading_integers(10)
 
 
@@ -79,9 +83,32 @@ def memory_of(lanes):
     return load, store
 
 
-def advancing(lanes):
-    """Make the procedure that advances `lanes` columns of a head's state."""
+def advancing(lanes, by_line):
+    """Make the procedure that advances `lanes` columns of a head's state.
+
+    by_line: whether its argument `decay` is the address of the decays of the lines, not the decay of all of them.
+    """
     (load, store), spread_out = memory_of(lanes), spreading(lanes)
+
+    if by_line:
+
+        @part
+        def prepared(decay):
+            return decay
+
+        @part
+        def decay_of(decays, line):
+            return spread_out(read_float(decays + 4 * line))
+
+    else:
+
+        @part
+        def prepared(decay):
+            return spread_out(decay)
+
+        @part
+        def decay_of(decays, _line):
+            return decays
 
     @part
     def line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset):
@@ -96,18 +123,18 @@ def advancing(lanes):
         query, key, value, target, code, query_scale, key_scale, decay, beta, count, offset,
         base, lines, memory, page_bytes, pages, line_bytes, state_code,
     ):  # fmt: skip
-        size, decays = item_bytes(code), spread_out(decay)
+        size, decays = item_bytes(code), prepared(decay)
         seen = spread_out(F(0))
         for line in range(count):
             at = line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset)
             factor = spread_out(read_any(key + size * line, code) * key_scale)
-            seen = fma(multiply(load(at, state_code), decays), factor, seen)
+            seen = fma(multiply(load(at, state_code), decay_of(decays, line)), factor, seen)
         correction = multiply(subtract(load(value, code), seen), spread_out(beta))
         found = spread_out(F(0))
         for line in range(count):
             at = line_at(base, lines, memory, page_bytes, pages, line, line_bytes, offset)
             factor = spread_out(read_any(key + size * line, code) * key_scale)
-            state = fma(factor, correction, multiply(load(at, state_code), decays))
+            state = fma(factor, correction, multiply(load(at, state_code), decay_of(decays, line)))
             store(at, state, state_code)
             found = fma(state, spread_out(read_any(query + size * line, code) * query_scale), found)
         store(target, found, code)
@@ -115,7 +142,7 @@ def advancing(lanes):
     return advance
 
 
-def gating(lanes):
+def gating(lanes, has_sigmoid):
     """Make the procedure that normalises and gates `lanes` numbers of a head's result in place."""
     (load, store), spread_out = memory_of(lanes), spreading(lanes)
 
@@ -127,16 +154,89 @@ def gating(lanes):
         silu = divide(x, add(spread_out(F(1)), exp(subtract(spread_out(F(0)), x))))
         store(target, multiply(load(target, code), silu), code)
 
-    return gate
+    @part
+    def open_gate(target, given, weight, code, scale):
+        normed = multiply(load(weight, code), multiply(load(target, code), spread_out(scale)))
+        opened = add(spread_out(F(1)), exp(subtract(spread_out(F(0)), load(given, code))))
+        store(target, divide(normed, opened), code)
+
+    return open_gate if has_sigmoid else gate
 
 
-advance_32, advance_16, advance_1 = advancing(2 * LANES), advancing(LANES), advancing(1)
-gate_16, gate_1 = gating(LANES), gating(1)
+def advancing_head(by_line):
+    """Make the procedure that advances all columns of a head's state. by_line: see `advancing`."""
+    advance_32, advance_16, advance_1 = (advancing(lanes, by_line) for lanes in (2 * LANES, LANES, 1))
+
+    @part
+    def advance_head(
+        query, key, value, target, code, query_scale, key_scale, decay, beta, count, value_size,
+        base, lines, memory, page_bytes, pages, line_bytes, state_code,
+    ):  # fmt: skip
+        size, state_size, column = item_bytes(code), item_bytes(state_code), 0
+        while column < value_size:
+            left = value_size - column
+            if left >= 2 * LANES:
+                advance_32(
+                    query, key, value + size * column, target + size * column, code, query_scale, key_scale, decay,
+                    beta, count, state_size * column, base, lines, memory, page_bytes, pages, line_bytes, state_code,
+                )  # fmt: skip
+                column += 2 * LANES
+            elif left >= LANES:
+                advance_16(
+                    query, key, value + size * column, target + size * column, code, query_scale, key_scale, decay,
+                    beta, count, state_size * column, base, lines, memory, page_bytes, pages, line_bytes, state_code,
+                )  # fmt: skip
+                column += LANES
+            else:
+                advance_1(
+                    query, key, value + size * column, target + size * column, code, query_scale, key_scale, decay,
+                    beta, count, state_size * column, base, lines, memory, page_bytes, pages, line_bytes, state_code,
+                )  # fmt: skip
+                column += 1
+
+    return advance_head
+
+
+def deciding(lanes):
+    """Make the procedure that computes the decays of `lanes` lines, float32."""
+    (load, store), spread_out = memory_of(lanes), spreading(lanes)
+
+    @part
+    def decide(target, decay, biases, code, rate):
+        zero, two = spread_out(F(0)), spread_out(F(2))
+        x = add(load(decay, code), load(biases, FLOAT32))
+        # log(1 + e^x) = max(x, 0) + 2 atanh(s), with s = t / (2 + t) of at most a third, and t = e^-|x|.
+        t = exp(subtract(zero, maximum(x, subtract(zero, x))))
+        s = divide(t, add(two, t))
+        square, series = multiply(s, s), zero
+        for coefficient in ATANH:
+            series = fma(series, square, spread_out(coefficient))
+        softplus = fma(multiply(two, s), series, maximum(x, zero))
+        store(target, exp(multiply(spread_out(rate), softplus)), FLOAT32)
+
+    return decide
+
+
+advance_head, advance_head_by_line = advancing_head(False), advancing_head(True)
+decide_16, decide_1 = deciding(LANES), deciding(1)
+gate_16, gate_1 = gating(LANES, False), gating(1, False)
+open_16, open_1 = gating(LANES, True), gating(1, True)
 
 
 @part
-def gated_norm(target, given, weight, code, count, epsilon):
-    """Normalise a head's result, multiply it by the weight and by SiLU of the gate."""
+def write_decays(target, decay, biases, code, rate, count):
+    """Write the decays of a head's lines, target [count] float32."""
+    size, at = item_bytes(code), 0
+    while at + LANES <= count:
+        decide_16(target + 4 * at, decay + size * at, biases + 4 * at, code, rate)
+        at += LANES
+    for index in range(at, count):
+        decide_1(target + 4 * index, decay + size * index, biases + 4 * index, code, rate)
+
+
+@part
+def gated_norm(target, given, weight, code, count, epsilon, sigmoid):
+    """Normalise a head's result, multiply it by the weight and by SiLU of the gate, or by its sigmoid."""
     size, squares, at = item_bytes(code), spread(F(0)), 0
     while at + LANES <= count:
         x = load_any(target + size * at, code)
@@ -148,21 +248,29 @@ def gated_norm(target, given, weight, code, count, epsilon):
         summed += x * x
     scale, at = F(1) / F(math.sqrt(summed / F(count) + epsilon)), 0
     while at + LANES <= count:
-        gate_16(target + size * at, given + size * at, weight + size * at, code, scale)
+        if sigmoid != 0:
+            open_16(target + size * at, given + size * at, weight + size * at, code, scale)
+        else:
+            gate_16(target + size * at, given + size * at, weight + size * at, code, scale)
         at += LANES
     for index in range(at, count):
-        gate_1(target + size * index, given + size * index, weight + size * index, code, scale)
+        if sigmoid != 0:
+            open_1(target + size * index, given + size * index, weight + size * index, code, scale)
+        else:
+            gate_1(target + size * index, given + size * index, weight + size * index, code, scale)
 
 
 @cpu_kernel(
     "mixed stride gate gate_stride beta beta_stride decay decay_stride rates biases weight target rows heads groups "
-    "key_size value_size code memory page_bytes pages page_count lines whole state_code epsilon:d"
+    "key_size value_size code memory page_bytes pages page_count lines whole state_code epsilon:d decays sigmoid"
 )
 def advance_delta(arguments):
     """Advance the state of each row and head by one token; see `StateOperations.advance_delta`.
 
     Strides: bytes from one row to the next. rates, biases: [heads] float32. groups: heads with the same query and key.
     pages: [rows, page_count] int32. lines: see StateRows. whole: whether the lines of each head lie together.
+    decays: [rows, heads, key_size] float32, room for the decays of lines, if each has one; 0: each head has one.
+    sigmoid: see `GatedDelta.has_sigmoid`.
     """
     _, _, mixed, stride, gate, gate_stride, beta, beta_stride, decay, decay_stride = read_10(arguments)
     rates, biases, weight = read_integer(arguments + 80), read_integer(arguments + 88), read_integer(arguments + 96)
@@ -183,7 +291,11 @@ def advance_delta(arguments):
         read_integer(arguments + 192),
     )
     whole, state_code = read_integer(arguments + 200), read_integer(arguments + 208)
-    epsilon = F(read_double(arguments + 216))
+    epsilon, decays, sigmoid = (
+        F(read_double(arguments + 216)),
+        read_integer(arguments + 224),
+        read_integer(arguments + 232),
+    )
     size, state_size, keys = item_bytes(code), item_bytes(state_code), heads // groups
     line_bytes = state_size * value_size
     while True:
@@ -200,33 +312,27 @@ def advance_delta(arguments):
         x = read_any(beta + beta_stride * row + size * head, code)
         write_any(place, F(1.0 / (1.0 + math.exp(-x))), code)
         factor = read_any(place, code)
-        x = read_any(decay + decay_stride * row + size * head, code) + read_any(biases + 4 * head, FLOAT32)
-        softplus = F(x) if x > F(20) else F(math.log1p(math.exp(float(x))))
-        kept = F(math.exp(float(read_any(rates + 4 * head, FLOAT32) * softplus)))
+        rate = read_any(rates + 4 * head, FLOAT32)
         first, base = lines + 8 * key_size * head, 0
         if whole != 0:
             page = read_integer32(own + 4 * read_integer32(first))
             base = memory + page_bytes * page + read_integer32(first + 4)
-        column = 0
-        while column < value_size:
-            left = value_size - column
-            if left >= 2 * LANES:
-                advance_32(
-                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
-                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
-                )  # fmt: skip
-                column += 2 * LANES
-            elif left >= LANES:
-                advance_16(
-                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
-                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
-                )  # fmt: skip
-                column += LANES
-            else:
-                advance_1(
-                    query, key, value + size * column, place + size * column, code, query_scale, key_scale, kept,
-                    factor, key_size, state_size * column, base, first, memory, page_bytes, own, line_bytes, state_code,
-                )  # fmt: skip
-                column += 1
+        if decays != 0:
+            kept_by_line, biased = decays + 4 * key_size * ticket, biases + 4 * key_size * head
+            write_decays(
+                kept_by_line, decay + decay_stride * row + size * key_size * head, biased, code, rate, key_size
+            )
+            advance_head_by_line(
+                query, key, value, place, code, query_scale, key_scale, kept_by_line, factor, key_size, value_size,
+                base, first, memory, page_bytes, own, line_bytes, state_code,
+            )  # fmt: skip
+        else:
+            x = read_any(decay + decay_stride * row + size * head, code) + read_any(biases + 4 * head, FLOAT32)
+            softplus = F(x) if x > F(20) else F(math.log1p(math.exp(float(x))))
+            kept = F(math.exp(float(rate * softplus)))
+            advance_head(
+                query, key, value, place, code, query_scale, key_scale, kept, factor, key_size, value_size,
+                base, first, memory, page_bytes, own, line_bytes, state_code,
+            )  # fmt: skip
         given = gate + gate_stride * row + size * value_size * head
-        gated_norm(place, given, weight, code, value_size, epsilon)
+        gated_norm(place, given, weight, code, value_size, epsilon, sigmoid)

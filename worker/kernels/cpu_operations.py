@@ -220,6 +220,7 @@ class CpuOperations(PackedOperations):
             return super().advance_delta(inputs, states, delta)
         rows, heads, size = len(mixed), delta.value_heads, mixed.itemsize
         found = torch.empty((rows, heads * delta.value_size), dtype=mixed.dtype)
+        decays = torch.empty((rows, heads, delta.key_size)) if delta.is_by_channel else None
         head_bytes = delta.key_size * delta.value_size * state.stored.itemsize
         advance_delta(
             threads_for(rows * math.prod(delta.state) / STATE_NUMBERS_PER_US),
@@ -249,6 +250,8 @@ class CpuOperations(PackedOperations):
             whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
             state_code=CODES[state.stored],
             epsilon=delta.epsilon,
+            decays=0 if decays is None else decays.data_ptr(),
+            sigmoid=int(delta.has_sigmoid),
         )
         return found
 

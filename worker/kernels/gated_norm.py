@@ -27,11 +27,12 @@ def gated_norm_kernel(
     epsilon,
     ROWS: tl.constexpr,
     VALUES: tl.constexpr,
+    SIGMOID: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid: [blocks of ROWS heads]. See `gated_norm`.
 
-    count: tokens x heads. VALUES: a power of two that holds a head.
+    count: tokens x heads. VALUES: a power of two that holds a head. SIGMOID: see `GatedDelta.has_sigmoid`.
     """
     let_next_start(OVERLAP)
     index, across = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, VALUES)
@@ -43,15 +44,22 @@ def gated_norm_kernel(
     place = numbers + index[:, None] * value_size + across[None, :]
     found = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(found * found, axis=1) / value_size + epsilon)
-    normed = (found * scale[:, None]).to(dtype).to(tl.float32)
-    normed = (normed * factor[None, :]).to(dtype).to(tl.float32)
+    if SIGMOID:
+        normed = found * scale[:, None] * factor[None, :]
+    else:
+        normed = (found * scale[:, None]).to(dtype).to(tl.float32)
+        normed = (normed * factor[None, :]).to(dtype).to(tl.float32)
     gate_at = gate + (index // heads)[:, None] * gate_stride + (index % heads)[:, None] * value_size + across[None, :]
     opened = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (normed * (opened / (1.0 + tl.exp(-opened)))).to(dtype), mask=inside)
+    if SIGMOID:
+        normed *= 1.0 / (1.0 + tl.exp(-opened))
+    else:
+        normed *= opened / (1.0 + tl.exp(-opened))
+    tl.store(place, normed.to(dtype), mask=inside)
 
 
 def gated_norm(launch: Launching, numbers: torch.Tensor, gate: torch.Tensor, delta: GatedDelta) -> torch.Tensor:
-    """Turn each head of `numbers` into weight * norm(head) * silu(gate), in place.
+    """Turn each head of `numbers` into weight * norm(head) * silu(gate), or sigmoid(gate), in place.
 
     Args:
         launch: How to launch.
@@ -75,6 +83,7 @@ def gated_norm(launch: Launching, numbers: torch.Tensor, gate: torch.Tensor, del
         delta.epsilon,
         ROWS=block,
         VALUES=values,
+        SIGMOID=delta.has_sigmoid,
         num_warps=max(1, NUMBERS // 8 // target.warp_size) if target.backend != "cpu" else 1,
         **launch_options(launch.overlap),
     )

@@ -222,15 +222,12 @@ class PlainOperations:
             query, key, value = inputs.mixed[row].split(delta.parts)
             query, key = (_of_length_1(each, delta) for each in (query, key))
             query = query / delta.key_size**0.5
-            kept = (delta.rates * softplus(inputs.decay[row].float() + delta.biases)).exp()
-            held = state[row] * kept[:, None, None]
+            held = state[row] * log_decays(inputs.decay[row], delta).exp()[..., None]
             missing = value.float().view(delta.value_heads, -1) - (held * key[..., None]).sum(1)
             missing = missing * inputs.beta[row].sigmoid().float()[:, None]
             state[row] = held = held + key[..., None] * missing[:, None]
             found = (held * query[..., None]).sum(1).to(inputs.mixed.dtype)
-            normed = rms_norm(found, delta.weight, delta.epsilon)
-            gate = silu(inputs.gate[row].float()).view(delta.value_heads, -1)
-            rows.append((normed * gate).to(found.dtype).flatten())
+            rows.append(norm_with_gate(found, inputs.gate[row], delta).flatten())
         states.write(state)
         return torch.stack(rows)
 
@@ -293,6 +290,27 @@ def _of_length_1(heads: torch.Tensor, delta: GatedDelta) -> torch.Tensor:
     wide = heads.float().view(delta.key_heads, -1)
     wide = wide * torch.rsqrt((wide * wide).sum(1, keepdim=True) + SUM_MIN)
     return wide.repeat_interleave(delta.groups, dim=0)
+
+
+def log_decays(decay: torch.Tensor, delta: GatedDelta) -> torch.Tensor:
+    """Return the logarithms of the decays of states, [..., value heads, `GatedDelta.decays`] float32, all negative.
+
+    decay: [..., value heads x `GatedDelta.decays`], as `DeltaInputs.decay`.
+    """
+    steps = softplus(decay.float() + delta.biases)
+    return delta.rates[:, None] * steps.unflatten(-1, (delta.value_heads, -1))
+
+
+def norm_with_gate(found: torch.Tensor, gate: torch.Tensor, delta: GatedDelta) -> torch.Tensor:
+    """Return the gated norm of the results of heads [..., value heads, value_size]; keeps the dtype.
+
+    gate: [..., value heads x value_size].
+    """
+    wide = gate.float().view(found.shape)
+    if not delta.has_sigmoid:
+        return (rms_norm(found, delta.weight, delta.epsilon) * silu(wide)).to(found.dtype)
+    normed = rms_norm(found.float(), delta.weight.float(), delta.epsilon)
+    return (normed * wide.sigmoid()).to(found.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

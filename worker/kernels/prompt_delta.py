@@ -8,6 +8,9 @@ Products have operands in float16 (in float32 for float32, which the interpreter
 states stay in float32. Queries and keys have length 1, so that float16 holds them with three bits more than bfloat16.
 Values and states are divided by 16 first, so that numbers up to a million fit. The triangular system is inverted with
 an accuracy close to float32's: blocks of 16 by substitution, then what lies between them.
+
+Where each number of a key has a decay, another kernel computes the products of keys and queries before (see
+`prompt_channel_pairs`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from kvforge.worker.device.target import Target
 
 from .gated_norm import gated_norm
 from .launching import Launching
+from .prompt_channel_pairs import SIZE_MIN, _of_length_1, pairs_by_channel
 from .prompt_rows import CHUNK, PromptRows
 from .recurrent import SUM_MIN, DeltaInputs, GatedDelta
-from .recurrent_kernels import _lines, _paged
+from .recurrent_kernels import _lines, _paged, _softplus
 
 SMALLER = tl.constexpr(1 / 16)  # the factor of values and states in products: a power of two rounds nothing
-SIZE_MIN, SIZE_MAX = 16, 128  # of keys and values, padded to powers of two
+SIZE_MAX = 128  # of keys and values
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,6 @@ def _inverse_of(lower):
     return found
 
 
-@triton.jit
-def _of_length_1(heads, least):
-    return heads * (1.0 / tl.sqrt(tl.sum(heads * heads, axis=1) + least))[:, None]
-
-
 @triton.jit(do_not_specialize=["heads", "groups", "mixed_stride", "beta_stride", "decay_stride"])
 def delta_tiles_kernel(
     mixed,
@@ -112,6 +111,7 @@ def delta_tiles_kernel(
     added,
     pairs,
     factors,
+    lower,
     heads,
     groups,
     key_size,
@@ -124,51 +124,72 @@ def delta_tiles_kernel(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid: [heads of values, tiles]. Compute what a tile needs of its own tokens.
 
     queries, known, left: [tiles, heads, TOKENS, KEYS]. added: [tiles, heads, TOKENS, VALUES]. pairs: [tiles, heads,
-    TOKENS, TOKENS], all in the dtype of operands. factors: [tiles, heads] float32, the decay of a state over the tile.
-    See `prompt_reference`.
+    TOKENS, TOKENS], all in the dtype of operands. factors: [tiles, heads] float32, the decay of a state over the tile;
+    by channel [tiles, heads, KEYS]. lower: [tiles, heads, TOKENS, TOKENS] float32, by channel alone: what
+    `channel_pairs_kernel` has stored, as in `pairs`. See `prompt_reference`.
     """
     let_next_start(OVERLAP)
     head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
     dtype: tl.constexpr = mixed.dtype.element_ty
     operand: tl.constexpr = known.dtype.element_ty
     places, along, across = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, VALUES)
-    rate, bias = tl.load(rates + head), tl.load(biases + head)
+    rate = tl.load(rates + head)
+    if BY_CHANNEL:
+        bias = tl.load(biases + head * key_size + along, mask=along < key_size, other=0.0)[None, :]
+    else:
+        bias = tl.load(biases + head)
     wait_for_inputs(OVERLAP)
     base, begin, end = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
     valid, first = (places >= begin) & (places < end), base.to(tl.int64)
     x = tl.load(beta + first * beta_stride + head + places * beta_stride, mask=valid, other=0.0).to(tl.float32)
     share = tl.where(valid, (1.0 / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32), 0.0)
-    x = tl.load(decay + first * decay_stride + head + places * decay_stride, mask=valid, other=0.0).to(tl.float32)
-    x += bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    passed = tl.cumsum(tl.where(valid, rate * softplus, 0.0), axis=0)  # logarithms of decays from the tile's begin
-    whole = tl.sum(tl.where(places == TOKENS - 1, passed, 0.0), axis=0)
-    own = tile * heads + head
-    tl.store(factors + own, tl.exp(whole))
-    apart = passed[:, None] - passed[None, :]
-    decays = tl.where(places[:, None] >= places[None, :], tl.exp(tl.minimum(apart, 0.0)), 0.0)
+    own, inside = tile * heads + head, valid[:, None] & (along < key_size)[None, :]
+    # `passed`: logarithms of decays from the tile's begin; `since` and `until`: decays to its begin and end.
+    if BY_CHANNEL:
+        decay_at = decay + first * decay_stride + head * key_size + places[:, None] * decay_stride + along[None, :]
+        x = tl.load(decay_at, mask=inside, other=0.0).to(tl.float32) + bias
+        passed = tl.cumsum(tl.where(inside, rate * _softplus(x), 0.0), axis=0)
+        whole = tl.sum(tl.where((places == TOKENS - 1)[:, None], passed, 0.0), axis=0)
+        tl.store(factors + own * KEYS + along, tl.exp(whole))
+        since, until = tl.exp(passed), tl.exp(whole[None, :] - passed)
+        known_by = share[:, None] * since
+    else:
+        x = tl.load(decay + first * decay_stride + head + places * decay_stride, mask=valid, other=0.0).to(tl.float32)
+        x += bias
+        passed = tl.cumsum(tl.where(valid, rate * _softplus(x), 0.0), axis=0)
+        whole = tl.sum(tl.where(places == TOKENS - 1, passed, 0.0), axis=0)
+        tl.store(factors + own, tl.exp(whole))
+        apart = passed[:, None] - passed[None, :]
+        decays = tl.where(places[:, None] >= places[None, :], tl.exp(tl.minimum(apart, 0.0)), 0.0)
+        since, until = tl.exp(passed)[:, None], tl.exp(whole - passed)[:, None]
+        known_by = (share * tl.exp(passed))[:, None]
 
-    inside = valid[:, None] & (along < key_size)[None, :]
     mixed += first * mixed_stride
     query_at = mixed + (head // groups) * key_size + places[:, None] * mixed_stride + along[None, :]
     keys = (heads // groups) * key_size
     key = _of_length_1(tl.load(query_at + keys, mask=inside, other=0.0).to(tl.float32), least)
-    narrow = key.to(operand)
     key_at = places[:, None] * KEYS + along[None, :]
-    tl.store(left + own * TOKENS * KEYS + key_at, (key * tl.exp(whole - passed)[:, None]).to(operand))
-    weighted = (key * (share * tl.exp(passed))[:, None]).to(operand)
+    tl.store(left + own * TOKENS * KEYS + key_at, (key * until).to(operand))
+    weighted = (key * known_by).to(operand)
     query = _of_length_1(tl.load(query_at, mask=inside, other=0.0).to(tl.float32), least) * query_scale
-    tl.store(queries + own * TOKENS * KEYS + key_at, (query * tl.exp(passed)[:, None]).to(operand))
-    flipped = tl.trans(narrow)
-    found = tl.dot(query.to(operand), flipped) * decays
-    tl.store(pairs + own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :]), found.to(operand))
-    lower = tl.dot(narrow, flipped) * decays * share[:, None]
-    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], lower, 0.0)).to(operand)
+    tl.store(queries + own * TOKENS * KEYS + key_at, (query * since).to(operand))
+    pair_at = own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :])
+    if BY_CHANNEL:
+        alike = tl.load(lower + pair_at, mask=places[:, None] > places[None, :], other=0.0)
+    else:
+        narrow = key.to(operand)
+        flipped = tl.trans(narrow)
+        found = tl.dot(query.to(operand), flipped) * decays
+        tl.store(pairs + pair_at, found.to(operand))
+        alike = tl.dot(narrow, flipped) * decays
+    alike *= share[:, None]
+    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], alike, 0.0)).to(operand)
     tl.store(known + own * TOKENS * KEYS + key_at, tl.dot(inverse, weighted).to(operand))
     value_at = mixed + 2 * keys + head * value_size + places[:, None] * mixed_stride + across[None, :]
     value = tl.load(value_at, mask=valid[:, None] & (across < value_size)[None, :], other=0.0).to(tl.float32)
@@ -200,6 +221,7 @@ def delta_scan_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -238,7 +260,10 @@ def delta_scan_kernel(
         corrected = correction.to(operand)
         found = tl.dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow)
         found += tl.dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected)
-        held *= tl.load(factors + own)
+        if BY_CHANNEL:
+            held *= tl.load(factors + own * KEYS + along)[:, None]
+        else:
+            held *= tl.load(factors + own)
         held += tl.dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected)
         if kept != tl.float32:
             held = (held / SMALLER).to(kept).to(tl.float32) * SMALLER
@@ -279,10 +304,16 @@ def advance_prompts(
     widths = (keys, keys, keys, values, CHUNK)
     operand = torch.float32 if mixed.dtype == torch.float32 else torch.float16
     kept = [torch.empty((most, heads, CHUNK, width), dtype=operand, device=mixed.device) for width in widths]
-    kept.append(torch.empty((most, heads), dtype=torch.float32, device=mixed.device))
-    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, **launch_options(launch.overlap)}
+    by_channel = delta.is_by_channel
+    wide = torch.empty(0, dtype=torch.float32, device=mixed.device)
+    kept.append(wide.new_empty((most, heads, keys) if by_channel else (most, heads)))
+    lower = wide.new_empty((most, heads, CHUNK, CHUNK)) if by_channel else wide
+    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, "BY_CHANNEL": by_channel}
+    common |= launch_options(launch.overlap)
     columns = min(tiles.columns, values)
     for segment in rows.segments:
+        if by_channel:
+            pairs_by_channel(launch, inputs, delta, segment.tiles, kept[-2], lower)
         delta_tiles_kernel[(heads, len(segment.tiles))](
             mixed,
             inputs.beta,
@@ -291,6 +322,7 @@ def advance_prompts(
             delta.biases,
             segment.tiles,
             *kept,
+            lower,
             heads,
             delta.groups,
             delta.key_size,

@@ -2,7 +2,8 @@
 
 The chunked form of the gated delta rule computes a chunk's tokens from the state before the chunk by matrix products
 (arXiv 2412.06464, section 3.3): with the tokens as rows, and the products of their decays in `pairs`, the corrections
-that the tokens make are the solution of a unit lower triangular system.
+that the tokens make are the solution of a unit lower triangular system. With a decay of each number of a key
+(arXiv 2510.26692, section 3), the products of keys and queries are sums over numbers that have decayed differently.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from kvforge.worker.attention.states import StateRows
 
-from .plain import rms_norm
+from .plain import log_decays, norm_with_gate
 from .prompt_rows import CHUNK, PromptRows
 from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta
 from .selective import SelectiveInputs, SelectiveSpace, advance_token
@@ -82,16 +83,14 @@ class PlainPrompts:
                     for part, size in zip(_padded(mixed[place]).split(delta.parts, 1), sizes, strict=True)
                 )
                 query, key = (_of_length_1(each).repeat_interleave(delta.groups, 0) for each in (query, key))
-                decay = delta.rates * softplus(_padded(inputs.decay[place]).float() + delta.biases)
+                decay = log_decays(_padded(inputs.decay[place]), delta)
                 beta = _padded(inputs.beta[place]).sigmoid().float()
                 decay[count:], beta[count:] = 0, 0  # the places behind change nothing
                 query = query / delta.key_size**0.5
-                result, held = advance_chunk(query, key, value, decay.t(), beta.t(), held)
+                result, held = advance_chunk(query, key, value, decay.transpose(0, 1), beta.t(), held)
                 held = held.to(states.tensor.stored).float()
                 result = result.transpose(0, 1).to(mixed.dtype)
-                gate = silu(_padded(inputs.gate[place]).float()).view(result.shape)
-                normed = rms_norm(result, delta.weight, delta.epsilon)
-                found[place] = (normed * gate).to(mixed.dtype).flatten(1)[:count]
+                found[place] = norm_with_gate(result, _padded(inputs.gate[place]), delta).flatten(1)[:count]
             after.append(held)
         states.write(torch.stack(after))
         return found
@@ -158,7 +157,7 @@ def advance_chunk(
         query: [heads, tokens, key_size], of length 1 / root of key_size.
         key: [heads, tokens, key_size], of length 1.
         value: [heads, tokens, value_size].
-        decay: [heads, tokens], logarithms.
+        decay: [heads, tokens, 1 or key_size], logarithms.
         beta: [heads, tokens].
         state: [heads, key_size, value_size].
 
@@ -166,15 +165,33 @@ def advance_chunk(
         The results [heads, tokens, value_size], and the state behind the chunk.
     """
     total = decay.cumsum(1)
-    pairs = (total[:, :, None] - total[:, None]).tril().exp().tril()
-    system = (beta[..., None] * key) @ key.transpose(1, 2) * pairs
-    wanted = torch.cat((value, total.exp()[..., None] * key), dim=2) * beta[..., None]
+    system = _pairs(beta[..., None] * key, key, total)
+    wanted = torch.cat((value, total.exp() * key), dim=2) * beta[..., None]
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     added, known = solved.split((value.shape[2], key.shape[2]), dim=2)
     added = added - known @ state
-    found = (query * total.exp()[..., None]) @ state + (query @ key.transpose(1, 2) * pairs) @ added
-    left = key * (total[:, -1:] - total).exp()[..., None]
-    return found, state * total[:, -1].exp()[:, None, None] + left.transpose(1, 2) @ added
+    found = (query * total.exp()) @ state + _pairs(query, key, total) @ added
+    left = key * (total[:, -1:] - total).exp()
+    return found, state * total[:, -1].exp()[..., None] + left.transpose(1, 2) @ added
+
+
+def _pairs(left: torch.Tensor, key: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return the products of each token and the keys before it, times the decays between them.
+
+    Args:
+        left: [heads, tokens, key_size].
+        key: The same.
+        total: [heads, tokens, 1 or key_size], sums of logarithms of decays.
+
+    Returns:
+        [heads, tokens, tokens], 0 for keys of later tokens.
+    """
+    if total.shape[2] == 1:
+        apart = (total - total.transpose(1, 2)).tril().exp().tril()
+        return left @ key.transpose(1, 2) * apart
+    later = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=total.device).triu(1)
+    decays = (total[:, :, None] - total[:, None]).masked_fill(later[..., None], -torch.inf).exp()
+    return (left[:, :, None] * key[:, None] * decays).sum(3)
 
 
 def advance_spaces(

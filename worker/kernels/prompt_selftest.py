@@ -104,11 +104,10 @@ def compare_prompt_delta(
     operations: LayerOperations, delta: GatedDelta, dtype: torch.dtype, kept: torch.dtype | None = None
 ) -> str:
     """Return how a gated delta rule differs from plain torch, or a row's bits from those alone; "" if they do not."""
-    device, heads = delta.weight.device, delta.value_heads
+    device = delta.weight.device
     generator = torch.Generator(device).manual_seed(1)
-    widths = (sum(delta.parts), delta.parts[2], heads, heads)
     inputs = DeltaInputs(
-        *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in widths)
+        *(torch.randn((TOKENS, width), generator=generator, device=device).to(dtype) for width in delta.widths)
     )
 
     def advance(operations: LayerOperations, chosen: slice, states: StateRows) -> torch.Tensor:

@@ -60,15 +60,18 @@ class GatedDelta:
         S = S + k (sigmoid(b) (v - k^T S))
         result = weight * norm(q^T S) * silu(gate)
 
-    Several heads of values have the same query and key.
+    Several heads of values have the same query and key. In Kimi delta attention (arXiv 2510.26692) each number of a key
+    has a decay of its own: a and bias have key_size numbers for each head, and exp(...) multiplies the lines of S.
 
     Attributes:
         key_heads: Heads of queries and keys.
         key_size: Numbers of a query or a key.
         rates: [value heads] float32.
-        biases: [value heads] float32.
+        biases: [value heads] float32, or [value heads x key_size] by channel.
         weight: [value_size], of the norm of a head's result.
         epsilon: Of this norm.
+        is_by_channel: Whether each number of a key has a decay of its own, not each head.
+        has_sigmoid: Whether a sigmoid of the gate takes the place of SiLU, and the result is rounded once, at the end.
     """
 
     key_heads: int
@@ -77,6 +80,8 @@ class GatedDelta:
     biases: torch.Tensor
     weight: torch.Tensor
     epsilon: float
+    is_by_channel: bool = False
+    has_sigmoid: bool = False
 
     @property
     def value_heads(self) -> int:
@@ -104,6 +109,16 @@ class GatedDelta:
         keys = self.key_heads * self.key_size
         return keys, keys, self.value_heads * self.value_size
 
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Numbers of a token in each of `DeltaInputs`."""
+        return sum(self.parts), self.parts[2], self.value_heads, self.value_heads * self.decays
+
+    @property
+    def decays(self) -> int:
+        """Decays of a head."""
+        return self.key_size if self.is_by_channel else 1
+
 
 @dataclass(frozen=True)
 class DeltaInputs:
@@ -113,7 +128,7 @@ class DeltaInputs:
         mixed: [rows, sum of `GatedDelta.parts`], queries, keys and values.
         gate: [rows, value heads x value_size].
         beta: [rows, value heads], b.
-        decay: [rows, value heads], a.
+        decay: [rows, value heads x `GatedDelta.decays`], a.
     """
 
     mixed: torch.Tensor
@@ -241,7 +256,7 @@ class MixerStep(Protocol):
 
     @property
     def products(self) -> tuple[torch.Tensor, ...]:
-        """The weights of products that follow from its convolution: [n, k], or [heads, k, n] of each head by itself."""
+        """The weights of products within the step: [n, k], or [heads, k, n] of each head by itself."""
 
     @property
     def projections(self) -> tuple[str, ...]:

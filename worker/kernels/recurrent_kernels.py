@@ -137,6 +137,11 @@ def _of_length_1(numbers, eps):
     return numbers * (1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=0) + eps))
 
 
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
 @triton.jit(
     do_not_specialize=[
         "heads",
@@ -171,6 +176,7 @@ def delta_kernel(
     least,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     ALIGNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -179,8 +185,8 @@ def delta_kernel(
     See `convolve_kernel` for the pages.
 
     heads: of values. groups: of them with the same query and key. least: added to sums of squares of queries and keys.
-    KEYS: a power of two that holds a key. VALUES: numbers of a value that a program computes. ALIGNED: whether lines
-    begin at multiples of 16 bytes.
+    KEYS: a power of two that holds a key. VALUES: numbers of a value that a program computes. BY_CHANNEL: whether each
+    number of a key has a decay. ALIGNED: whether lines begin at multiples of 16 bytes.
     """
     let_next_start(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -188,7 +194,11 @@ def delta_kernel(
     kept: tl.constexpr = state.dtype.element_ty
     along, across = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_key, in_value = along < key_size, across < value_size
-    rate, bias = tl.load(rates + head), tl.load(biases + head)
+    rate = tl.load(rates + head)
+    if BY_CHANNEL:
+        bias = tl.load(biases + head * key_size + along, mask=in_key, other=0.0)
+    else:
+        bias = tl.load(biases + head)
     keys = (heads // groups) * key_size
     own = mixed + row * mixed_stride
     item: tl.constexpr = kept.primitive_bitwidth // 8
@@ -205,9 +215,13 @@ def delta_kernel(
     value = tl.load(own + 2 * keys + head * value_size + across, mask=in_value, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-tl.load(beta + row * beta_stride + head).to(tl.float32)))
     share = share.to(dtype).to(tl.float32)
-    x = tl.load(decay + row * decay_stride + head).to(tl.float32) + bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    held *= tl.exp(rate * softplus)
+    if BY_CHANNEL:
+        decay_at = decay + row * decay_stride + head * key_size + along
+        x = tl.load(decay_at, mask=in_key, other=0.0).to(tl.float32) + bias
+        held *= tl.exp(rate * _softplus(x))[:, None]
+    else:
+        x = tl.load(decay + row * decay_stride + head).to(tl.float32) + bias
+        held *= tl.exp(rate * _softplus(x))
     missing = (value - tl.sum(held * key[:, None], axis=0)) * share
     held += key[:, None] * missing[None, :]
     tl.store(place, held.to(kept), mask=inside)
@@ -248,6 +262,7 @@ def advance_delta(launch: Launching, inputs: DeltaInputs, states: StateRows, del
         SUM_MIN,
         KEYS=keys,
         VALUES=part,
+        BY_CHANNEL=delta.is_by_channel,
         ALIGNED=delta.value_size * states.tensor.stored.itemsize % ALIGNMENT == 0,
         num_warps=max(1, keys * part // NUMBERS_OF_THREAD // warp),
         **overlap,

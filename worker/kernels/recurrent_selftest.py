@@ -90,10 +90,14 @@ class Forms:
 def forms_of(steps: Sequence[MixerStep]) -> Forms:
     """Return the parts of steps, one of each form."""
     convolutions = {_form(each.convolution): each.convolution for each in steps if each.convolution is not None}
-    deltas = {each.delta.state: each.delta for each in steps if each.delta is not None}
+    deltas = {_form_of_delta(each.delta): each.delta for each in steps if each.delta is not None}
     spaces = {_form_of_space(each.space): each.space for each in steps if each.space is not None}
     selectives = {_form_of_selective(each.selective): each.selective for each in steps if each.selective is not None}
     return Forms(list(convolutions.values()), list(deltas.values()), list(spaces.values()), list(selectives.values()))
+
+
+def _form_of_delta(delta: GatedDelta) -> tuple[object, ...]:
+    return delta.state, delta.key_heads, delta.is_by_channel, delta.has_sigmoid
 
 
 def _form_of_space(space: StateSpace) -> tuple[object, ...]:
@@ -133,9 +137,8 @@ def compare_delta(
     kept: torch.dtype | None = None,
 ) -> str:
     """Return how a gated delta rule differs from plain torch, or a row's bits from those alone; "" if they do not."""
-    generator, heads = torch.Generator(delta.weight.device).manual_seed(rows), delta.value_heads
-    widths = (sum(delta.parts), delta.parts[2], heads, heads)
-    given = [_before_nan(rows, width, dtype, generator) for width in widths]
+    generator = torch.Generator(delta.weight.device).manual_seed(rows)
+    given = [_before_nan(rows, width, dtype, generator) for width in delta.widths]
     tensor = StateTensor(0, RECURRENT, delta.state, torch.float32, kept)
     return compare_steps(
         operations,

@@ -289,6 +289,9 @@ KERNELS = (
     ),
     Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_tiles_kernel", PlainPrompts.convolve, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_convolution", "convolve_states_kernel", PlainPrompts.convolve, _recurrent),
+    Kernel(
+        "kvforge.worker.kernels.prompt_channel_pairs", "channel_pairs_kernel", PlainPrompts.advance_delta, _recurrent
+    ),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_tiles_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel("kvforge.worker.kernels.prompt_delta", "delta_scan_kernel", PlainPrompts.advance_delta, _recurrent),
     Kernel(

@@ -257,14 +257,14 @@ def run_states(
         convolution = Convolution(torch.empty((channels, taps), dtype=dtype), bias, gated, silu)
         x = torch.empty((tokens, convolution.inputs), dtype=dtype)
         over.convolve(x, states(CONVOLUTION, (1, channels, taps), dtype), convolution)
-    for model, (_, _, key_size, value_size) in recurrent.DELTAS.items():
+    for model, (_, _, key_size, value_size, by_channel) in recurrent.DELTAS.items():
         if of_prompts and model not in recurrent_prompts.MODELS:
             continue
         key_heads, groups = random.choice((1, 16)), random.choice((1, 2, 4))
-        numbers, weight = torch.empty(key_heads * groups), torch.empty(value_size, dtype=dtype)
-        delta = GatedDelta(key_heads, key_size, numbers, numbers, weight, 1e-6)
-        widths = (sum(delta.parts), delta.parts[2], len(numbers), len(numbers))
-        inputs = DeltaInputs(*(torch.empty((tokens, width), dtype=dtype) for width in widths))
+        rates, weight = torch.empty(key_heads * groups), torch.empty(value_size, dtype=dtype)
+        biases = torch.empty(len(rates) * key_size) if by_channel else rates
+        delta = GatedDelta(key_heads, key_size, rates, biases, weight, 1e-6, by_channel, by_channel)
+        inputs = DeltaInputs(*(torch.empty((tokens, width), dtype=dtype) for width in delta.widths))
         over.advance_delta(inputs, states(RECURRENT, delta.state, torch.float32), delta)
     for heads, head_size, declared, state_size, has_norm in state_space.MODELS.values():
         groups = random.choice((1, 2, 8))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvforge.worker.attention.states import StateLayout, StatePages, StateTensor, lines_of
+from kvforge.worker.kernels.channel_delta_step import side_by_side
 from kvforge.worker.kernels.interface import LayerOperations
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, Convolution, DeltaInputs, GatedDelta
@@ -57,6 +58,13 @@ def delta_rule(key_heads: int, groups: int, key_size: int, value_size: int, dtyp
     return GatedDelta(key_heads, key_size, rates, biases, weight, 1e-6)
 
 
+def channel_rule(key_heads: int, groups: int, key_size: int, value_size: int, dtype: torch.dtype) -> GatedDelta:
+    """Return a rule with a decay of each number of a key: Kimi delta attention."""
+    rule, generator = delta_rule(key_heads, groups, key_size, value_size, dtype), torch.Generator().manual_seed(9)
+    biases = torch.randn(rule.value_heads * key_size, generator=generator)
+    return replace(rule, biases=biases, is_by_channel=True, has_sigmoid=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sizes", "rows", "kept"),
@@ -70,6 +78,76 @@ def test_a_gated_delta_rule_is_plain_torchs(
     operations: LayerOperations, dtype: torch.dtype, sizes: Any, rows: int, kept: torch.dtype | None
 ) -> None:
     assert compare_delta(operations, delta_rule(*sizes, dtype), dtype, rows, kept) == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "rows", "kept"),
+    [
+        (torch.float32, (1, 1, 16, 80), 3, None),
+        (torch.float32, (2, 2, 20, 37), 5, torch.bfloat16),  # decays of lines one by one too
+        (torch.bfloat16, (3, 1, 40, 48), 4, None),
+        (torch.bfloat16, (2, 1, 8, 8), 1, torch.bfloat16),
+        (torch.float16, (2, 1, 16, 16), 2, None),
+        (torch.float16, (1, 1, 8, 8), 1, torch.float16),
+    ],
+)
+def test_a_delta_rule_by_channel_is_plain_torchs(
+    operations: LayerOperations, dtype: torch.dtype, sizes: Any, rows: int, kept: torch.dtype | None
+) -> None:
+    assert compare_delta(operations, channel_rule(*sizes, dtype), dtype, rows, kept) == ""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shift", [-9.0, 0.0, 30.0])
+def test_decays_by_channel_are_right_for_large_and_small_steps(operations: LayerOperations, shift: float) -> None:
+    """Steps of 1e-4, which a sum of 1 and e^x would round, and of 30, behind which a line is forgotten."""
+    rule, generator = channel_rule(1, 1, 16, 16, torch.float32), torch.Generator().manual_seed(3)
+    rule = replace(rule, biases=rule.biases + shift)
+    given = [torch.randn(2, width, generator=generator) for width in rule.widths]
+    states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
+    before, found = states.memory.clone(), list[torch.Tensor]()
+    for each in (operations, PlainOperations()):
+        states.memory.copy_(before)
+        found += [each.advance_delta(DeltaInputs(*given), states, rule), states.read()]
+    torch.testing.assert_close(found[1], found[3], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0], found[2], rtol=1e-4, atol=1e-5)
+
+
+def test_plain_torch_is_transformers_kimi_delta_attention() -> None:
+    """Also its gated norm."""
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule, generator = channel_rule(3, 1, 8, 8, torch.float32), torch.Generator().manual_seed(3)
+    states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
+    given = [torch.randn(2, width, generator=generator) for width in rule.widths]
+    inputs, before = DeltaInputs(*given), states.read()
+    found, state = PlainOperations().advance_delta(inputs, states, rule), states.read()
+    query, key, value = (each.view(2, 1, 3, 8) for each in given[0].split(rule.parts, 1))
+    steps = torch.nn.functional.softplus(inputs.decay + rule.biases).view(2, 1, 3, 8)
+    want, last = modeling.recurrent_kimi_delta_attention(
+        query,
+        key,
+        value,
+        g=rule.rates[:, None] * steps,
+        beta=inputs.beta.sigmoid()[:, None],
+        initial_state=before,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = modeling.KimiLinearRMSNormGated(8, eps=rule.epsilon)
+    norm.weight.data.copy_(rule.weight)
+    want = norm(want.reshape(-1, 8), inputs.gate.reshape(-1, 8)).detach().view(2, -1)
+    torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_of_one_matrix_are_joined_without_a_copy() -> None:
+    matrix = torch.randn(5, 12)
+    parts = list(matrix.split([3, 4, 2, 3], dim=1))
+    assert side_by_side(parts[:3]).data_ptr() == matrix.data_ptr()
+    for chosen in (parts[:3], parts[1:], [parts[1], parts[0]], [parts[0], parts[2]], [parts[0], parts[1].clone()]):
+        assert torch.equal(side_by_side(chosen), torch.cat(chosen, dim=1))
+        assert torch.equal(side_by_side([each[2:4] for each in chosen]), torch.cat(chosen, dim=1)[2:4])
+    assert torch.equal(side_by_side([parts[0][1:3], parts[1][2:4]]), torch.cat((parts[0][1:3], parts[1][2:4]), 1))
 
 
 def test_plain_torch_is_transformers_gated_delta_rule() -> None:

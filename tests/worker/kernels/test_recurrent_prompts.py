@@ -23,7 +23,7 @@ from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, DeltaInputs
 from kvforge.worker.kernels.recurrent_selftest import scattered
 from kvforge.worker.kernels.state_space import StateSpaceInputs
 
-from .test_recurrent import convolution, delta_rule
+from .test_recurrent import channel_rule, convolution, delta_rule
 from .test_state_space import state_space
 
 
@@ -98,6 +98,53 @@ def test_a_chunk_is_its_tokens_one_by_one(form: dict[str, Any]) -> None:
         torch.testing.assert_close(got, each.read(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shift", [-3.0, 0.0, 5.0])
+def test_a_chunk_by_channel_is_its_tokens_one_by_one(shift: float) -> None:
+    """In plain torch, with decays that forget a little, much, and all within a chunk."""
+    generator, rows = torch.Generator().manual_seed(3), rows_of((0, 70), (77, 3))
+    rule = channel_rule(2, 2, 8, 12, torch.float32)
+    rule = replace(rule, biases=rule.biases + shift)
+    inputs = DeltaInputs(*(torch.randn(75, n, generator=generator) for n in rule.widths))
+    states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 2, generator)
+    before = states.read()
+    found, after = PlainPrompts(rows).advance_delta(inputs, states, rule), states.read()
+    before[0] = 0  # the first row begins
+    states.write(before)
+    for row, (first, count) in enumerate(((1, 70), (72, 3))):
+        for token in range(first, first + count):
+            parts = (each[token : token + 1] for each in (inputs.mixed, inputs.gate, inputs.beta, inputs.decay))
+            want = PlainOperations().advance_delta(DeltaInputs(*parts), scattered_row(states, row), rule)
+            torch.testing.assert_close(found[token : token + 1], want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(after, states.read(), rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_plain_torch_is_transformers_chunk_of_kimi_delta_attention() -> None:
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule, generator, rows = channel_rule(3, 1, 8, 8, torch.float32), torch.Generator().manual_seed(3), rows_of((64, 70))
+    inputs = DeltaInputs(*(torch.randn(71, n, generator=generator) for n in rule.widths))
+    states = scattered(StateTensor(0, RECURRENT, rule.state, torch.float32), 1, generator)
+    before = states.read()
+    found = PlainPrompts(rows).advance_delta(inputs, states, rule)
+    query, key, value = (each[None, 1:].unflatten(2, (3, 8)) for each in inputs.mixed.split(rule.parts, 1))
+    steps = torch.nn.functional.softplus(inputs.decay + rule.biases)[None, 1:].unflatten(2, (3, 8))
+    want, last = modeling.chunk_kimi_delta_attention(
+        query,
+        key,
+        value,
+        g=rule.rates[:, None] * steps,
+        beta=inputs.beta.sigmoid()[None, 1:],
+        initial_state=before,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = modeling.KimiLinearRMSNormGated(8, eps=rule.epsilon)
+    norm.weight.data.copy_(rule.weight)
+    want = norm(want.reshape(-1, 8), inputs.gate[1:].reshape(-1, 8)).view(70, -1)
+    torch.testing.assert_close(found[1:], want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states.read(), last, rtol=1e-4, atol=1e-5)
+
+
 def scattered_row(states: Any, row: int) -> Any:
     """Return one row of states, in the same memory."""
     return type(states)(states.memory, states.pages[row : row + 1], states.tensor, states.spans, states.lines)
@@ -131,6 +178,32 @@ def test_kernels_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.d
         assert compare_prompt_space(operations, space, dtype, kept) == ""
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+@pytest.mark.parametrize(
+    ("dtype", "kept", "sizes", "shift"),
+    [
+        (torch.float32, None, (2, 2, 24, 40), 0.0),
+        (torch.float32, None, (1, 1, 20, 16), 6.0),  # forgets all within a block
+        (torch.float32, torch.bfloat16, (1, 1, 16, 8), -4.0),
+        (torch.bfloat16, None, (1, 2, 8, 20), 0.0),
+        (torch.float16, torch.float16, (1, 1, 8, 8), 0.0),
+    ],
+)
+def test_kernels_by_channel_are_plain_torchs(
+    cpu: Device, dtype: torch.dtype, kept: torch.dtype | None, sizes: Any, shift: float
+) -> None:
+    """Interpreted, as `test_kernels_are_plain_torchs`."""
+    pytest.importorskip("triton")
+    from kvforge.worker.attention.triton_attention import is_interpreted
+    from kvforge.worker.kernels.fused import FusedOperations
+
+    if not is_interpreted():
+        pytest.skip("needs Triton's interpreter")
+    rule = channel_rule(*sizes, dtype)
+    rule = replace(rule, biases=rule.biases + shift)
+    assert compare_prompt_delta(FusedOperations(cpu), rule, dtype, kept) == ""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
@@ -151,6 +224,10 @@ def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     for kept in (None, torch.bfloat16, torch.float16):
         for sizes in ((16, 2, 128, 128), (3, 1, 24, 40)):
             assert compare_prompt_delta(operations, there(delta_rule(*sizes, dtype)), dtype, kept) == ""
+        for sizes, shift in (((32, 1, 128, 128), 0.0), ((3, 1, 24, 40), 0.0), ((2, 1, 128, 128), 4.0)):
+            rule = channel_rule(*sizes, dtype)
+            rule = there(replace(rule, biases=rule.biases + shift))
+            assert compare_prompt_delta(operations, rule, dtype, kept) == ""
         for shape in ((48, 64, 1, 128), (128, 64, 8, 128), (4, 24, 2, 40), (8, 64, 1, 256)):
             assert compare_prompt_space(operations, state_space(shape, dtype, place), dtype, kept) == ""
         own = kept if dtype == torch.float32 else None

@@ -68,6 +68,15 @@ FIELDS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 8,
     },
+    "kimi_linear": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+        "linear_head_dim": 16,
+        "linear_num_heads": 2,
+    },
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "qwen3_5_text": {
         **LINEAR_HEADS,
@@ -241,6 +250,8 @@ def model_of(kernel: Kernel) -> str:
         return "jamba"
     if kernel.name == "convolve_kernel" or kernel.module.endswith("prompt_convolution"):
         return "lfm2"
+    if kernel.name == "channel_pairs_kernel":
+        return "kimi_linear"
     if kernel.name in ("delta_kernel", "gated_norm_kernel") or kernel.module.endswith("prompt_delta"):
         return "qwen3_5_text"
     if kernel.name in ("by_head_kernel", "latent_inputs_kernel", "wide_linear_kernel"):
