@@ -31,6 +31,8 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path)
         ("falcon_mamba", 18, 1),
         ("granite", 4, 1),
         ("jamba", 2, 1),
+        ("kimi_linear", 18, 1),
+        ("kimi_linear", 9, 2),
         ("mamba", 18, 1),
         ("mamba2", 20, 1),
         ("minimax", 3, 1),

@@ -253,10 +253,11 @@ class Family:
     def mixer_of(self, layer: Any) -> Any:
         """Return a layer's module with a recurrent state; None: it attends.
 
-        Layers of either kind may have their module under one name: one with projections to Q attends.
+        Layers of either kind may have their module under one name: one with projections to Q, or to latents, attends.
         """
         found = (getattr(layer, name, None) for name in self.mixers)
-        return next((each for each in found if each is not None and not hasattr(each, self.projected[0])), None)
+        attends = self.projected[0] if self.latent is None else self.latent.latent
+        return next((each for each in found if each is not None and not hasattr(each, attends)), None)
 
     def feed_of(self, layer: Any) -> Any:
         """Return a layer's module with the feed-forward block, or with the experts."""

@@ -293,6 +293,9 @@ FAMILIES = {
         _HUNYUAN, mixture=Mixture(_softmax_of_hunyuan, weight="wg", wide=True, shared="shared_mlp")
     ),
     "jamba.JambaForCausalLM": replace(_BAMBA, rotary=_unrotated, mixture=Mixture(_softmax_of_all, gate="router")),
+    "kimi_linear.KimiLinearForCausalLM": replace(
+        _DEEPSEEK, latent=Latent(interleaved=_never), mixers=("self_attn",), rotary=_unrotated
+    ),
     "lfm2.Lfm2ForCausalLM": _LFM2,
     "lfm2_moe.Lfm2MoeForCausalLM": replace(
         _LFM2, rotary=_position_embedding, mixture=Mixture(_sigmoid_of_lfm2, choice_bias="expert_bias", wide=True)

@@ -12,6 +12,7 @@ import torch
 
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.mixed_batch import MixedBatch
+from kvforge.worker.kernels.channel_delta_step import ChannelDeltaStep
 from kvforge.worker.kernels.gated_unit_step import GatedUnitStep
 from kvforge.worker.kernels.lightning_step import LightningStep
 from kvforge.worker.kernels.prompt_rows import PromptRows, fixed_prompt_rows, prompt_rows
@@ -29,7 +30,9 @@ from kvforge.worker.kernels.selective_step import SelectiveStep
 from .mixer_waves import Wave
 
 # Steps whose operations have a form for prompts.
-Described = ConvolutionStep | DeltaStep | StateSpaceStep | SelectiveStep | LightningStep | GatedUnitStep
+Described = (
+    ConvolutionStep | DeltaStep | ChannelDeltaStep | StateSpaceStep | SelectiveStep | LightningStep | GatedUnitStep
+)
 
 
 @dataclass(frozen=True)

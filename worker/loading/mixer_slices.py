@@ -31,6 +31,7 @@ class MixerPlan:
 
     Attributes:
         rows: The sections of the first dimension of what is cut there.
+        dimensions: The dimension instead of the first, by names in `rows`.
         sums: The section of the last dimension of projections with results that are summed over the ranks.
         sizes: The sections that attributes count.
         buffers: A dimension of buffers, and its sections.
@@ -44,6 +45,7 @@ class MixerPlan:
     buffers: dict[str, tuple[int, Sections]] = field(default_factory=dict)
     methods: dict[str, Sections] = field(default_factory=dict)
     norm: tuple[str, Section] | None = None
+    dimensions: dict[str, int] = field(default_factory=dict)
 
     def problem(self, count: int) -> str:
         """Return the first section that `count` ranks cannot divide; "" if they can divide all."""
@@ -77,6 +79,26 @@ def _delta_rule(mixer: Any) -> MixerPlan:
             "value_dim": (values,),
             "conv_dim": (keys, keys, values),
         },
+    )
+
+
+def _kimi_delta(mixer: Any) -> MixerPlan:
+    numbers = Section(mixer.qkv_dim, mixer.num_heads, "heads")
+    heads: Sections = (Section(mixer.num_heads, mixer.num_heads, "heads"),)
+    by_number = ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    return MixerPlan(
+        rows={
+            **dict.fromkeys(by_number, (numbers,)),
+            **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
+            "conv1d": (numbers,) * 3,
+        },
+        sums={"o_proj": numbers},
+        sizes={
+            **dict.fromkeys(("num_heads", "forget_gate.num_heads"), heads),
+            **dict.fromkeys(("qkv_dim", "forget_gate.qkv_dim"), (numbers,)),
+            "conv_dim": (numbers,) * 3,
+        },
+        dimensions={"forget_gate.A_log": 2},
     )
 
 
@@ -159,6 +181,7 @@ PLANS: dict[str, Callable[[Any], MixerPlan]] = {
     "falcon_mamba.FalconMambaMixer": _mamba_1,
     "granitemoehybrid.GraniteMoeHybridMambaLayer": _mamba_2,
     "jamba.JambaMambaMixer": _mamba_1,
+    "kimi_linear.KimiLinearDeltaAttention": _kimi_delta,
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
     "mamba.MambaMixer": _mamba_1,

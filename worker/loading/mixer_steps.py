@@ -16,6 +16,7 @@ from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
 from kvforge.worker.kernels.activations import NAMES, Activation
+from kvforge.worker.kernels.channel_delta_step import ChannelDeltaStep
 from kvforge.worker.kernels.gated_unit_step import GatedUnitStep
 from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.lightning_step import LightningStep
@@ -62,6 +63,29 @@ def _gated_delta(mixer: Any) -> MixerStep | None:
     apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     names = joined if hasattr(mixer, joined[0]) else apart
     return DeltaStep(_convolution(mixer.conv1d, has_silu=True), _delta(mixer), names)
+
+
+def _kimi_delta(mixer: Any) -> MixerStep | None:
+    if mixer.activation != "silu":
+        return None
+    forget = mixer.forget_gate
+    delta = GatedDelta(
+        mixer.num_heads,
+        mixer.head_dim,
+        -forget.A_log.detach().flatten().float().exp(),
+        forget.dt_bias.detach().float(),
+        mixer.o_norm.weight.detach(),
+        mixer.o_norm.variance_epsilon,
+        is_by_channel=True,
+        has_sigmoid=True,
+    )
+    return ChannelDeltaStep(
+        _convolution(mixer.conv1d, has_silu=True),
+        delta,
+        ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+        forget.f_b_proj.weight.detach(),
+        mixer.g_b_proj.weight.detach(),
+    )
 
 
 def _mamba_2(mixer: Any) -> MixerStep | None:
@@ -177,6 +201,7 @@ STEPS: dict[str, Callable[[Any], MixerStep | None]] = {
     "falcon_mamba.FalconMambaMixer": _mamba_1,
     "granitemoehybrid.GraniteMoeHybridMambaLayer": _mamba_2,
     "jamba.JambaMambaMixer": _mamba_1,
+    "kimi_linear.KimiLinearDeltaAttention": _kimi_delta,
     "lfm2.Lfm2ShortConv": _short_convolution,
     "lfm2_moe.Lfm2MoeShortConv": _short_convolution,
     "mamba.MambaMixer": _mamba_1,

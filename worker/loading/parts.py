@@ -176,6 +176,16 @@ class _RotaryTables:
         self.found: list[RotaryTable] = []
         self._index: dict[tuple[int, str], int] = {}
 
+    def still(self, rotated: int, like: torch.Tensor) -> int:
+        """Return the index of the table that rotates `rotated` numbers by nothing, which changes no number of them.
+
+        like: A tensor on the device.
+        """
+        if (0, str(rotated)) not in self._index:
+            self._index[0, str(rotated)] = len(self.found)
+            self.found.append(RotaryTable(like.new_zeros(rotated // 2, dtype=torch.float32), 1.0))
+        return self._index[0, str(rotated)]
+
     def index(self, rotary: Any, attention: Any) -> int:
         """Return the index of the table in transformers' module `rotary` for an attention module."""
         kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else None
@@ -236,9 +246,12 @@ def _attending(
     if getattr(attention, family.head_norms[0], None) is not None:
         head = hidden.new_ones(head_size)
         norms = _head_norms(attention, family, head)
+    table = None if rotary is None else tables.index(rotary, attention)
+    if table is None and latent is not None:
+        table = tables.still(latent.rotated, hidden)
     return replace(
         found,
-        rotary=None if rotary is None else tables.index(rotary, attention),
+        rotary=table,
         head_norms=norms,
         query_scale=family.query_scale(attention),
         kv_layer=family.kv_layer(decoder, index),

@@ -82,6 +82,17 @@ class TensorSlice:
         parts = [tensor[(*before, slice(start, stop))] for start, stop in self.ranges]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, self.dimension)  # no view of the whole
 
+    def of_rows(self, tensors: list[Any], rows: list[int]) -> torch.Tensor:
+        """Return the slice of tensors with these rows that lie one below the other; `dimension` is 0 or -1."""
+        assert self.dimension <= 0, "a cut of rows"
+        found, first = [], 0
+        for tensor, count in zip(tensors, rows, strict=True):
+            ranges = ((0, count),) if self.is_whole else [(start - first, stop - first) for start, stop in self.ranges]
+            bounds = [(max(start, 0), min(stop, count)) for start, stop in ranges]
+            found += [tensor[start:stop] for start, stop in bounds if start < stop]
+            first += count
+        return torch.cat(found)
+
 
 @dataclass(frozen=True)
 class ExpertRange:
@@ -193,7 +204,7 @@ def _mixer_cuts(mixer: Any, plan: MixerPlan, rank: int, count: int) -> dict[str,
             if last != "bias":
                 found[name] = TensorSlice(parameter.dim() - 1, (total.part(rank, count),))
         elif sections := plan.rows.get(name) or plan.rows.get(path):
-            found[name] = TensorSlice(0, ranges_of(sections, rank, count))
+            found[name] = TensorSlice(plan.dimensions.get(name, 0), ranges_of(sections, rank, count))
     return found
 
 
@@ -332,6 +343,7 @@ def stored_names(name: str) -> Iterator[str]:
     """Yield the names that files may use for a parameter, the likeliest first."""
     yield name
     yield name.replace(".mlp.", ".block_sparse_moe.")
+    yield name.replace(".self_attn.forget_gate.", ".self_attn.")
     yield name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias")
     yield name.replace(".gate.moe_statics.", ".moe_statics.")
     for last, stored in _GRANITE_NAMES:

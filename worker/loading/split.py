@@ -47,6 +47,7 @@ from .streamed_files import files_by_tensor, reads_in_parallel
 
 READ_AT_ONCE = 4  # tensors; each of them is read by several threads
 STD = 0.02  # default standard deviation of random weights
+CONVOLUTION = "conv1d"  # of queries, keys and values together; files may have one of each
 
 
 def build_split(
@@ -233,6 +234,9 @@ def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], 
         if stored in of:
             return [stored], cut.of(of[stored].get_slice(stored))
         path, _, last = stored.rpartition(".")
+        if below := _one_below_the_other(stored, of):
+            whole = [of[each].get_slice(each) for each in below]
+            return below, cut.of_rows(whole, [each.get_shape()[0] for each in whole])
         for parts in JOINED.get(last, ()):
             experts = sorted(
                 {int(match["number"]) for each in of if (match := EXPERT.match(each)) and match["experts"] == path}
@@ -243,6 +247,13 @@ def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], 
                 joined = [torch.cat(_parts(within, expert, of)) for expert in names[mine]]
                 return [each for expert in names for each in expert], torch.stack(joined)
     return None
+
+
+def _one_below_the_other(name: str, of: dict[str, Any]) -> list[str]:
+    """Return the stored names of a parameter's rows, in order, if it is stored in parts; none if it is not."""
+    owner, _, last = name.rpartition(f".{CONVOLUTION}")
+    names = [f"{owner}.{kind}_{CONVOLUTION}{last}" for kind in "qkv"] if owner else []
+    return names if names and all(each in of for each in names) else []
 
 
 def _of_experts(cut: TensorSlice, count: int) -> tuple[slice, TensorSlice]:

@@ -29,6 +29,7 @@ FUSED = (
     "granite",
     "granite with one group",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "minimax",
@@ -38,7 +39,6 @@ FUSED = (
     "recurrent_gemma",
 )
 REFUSED = {
-    "kimi_linear": "ranks = 2: its KimiLinearDeltaAttention keeps a recurrent state, which several ranks cannot divide",
     "olmo_hybrid": "ranks = 2: its OlmoHybridGatedDeltaNet keeps a recurrent state, which several ranks cannot divide",
 }
 

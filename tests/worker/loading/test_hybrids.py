@@ -54,6 +54,7 @@ DESCRIBED = (
     "falcon_h1",
     "granite",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "minimax",
@@ -69,6 +70,7 @@ STEPPING = (
     "falcon_mamba",
     "granite",
     "jamba",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "mamba",
@@ -523,7 +525,8 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kernels", "wanted"),
     [
-        ("kimi_linear", True, "transformers' own: 3 layers, one row after the other"),
+        ("kimi_linear", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 3 layers"),
+        ("olmo_hybrid", True, "transformers' own: 3 layers, one row after the other"),
         ("jamba", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
         ("nemotron_h", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
         ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),

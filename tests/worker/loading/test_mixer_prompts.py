@@ -23,6 +23,7 @@ LENGTHS = (127, 1, 66)
 FEW: dict[str, Any] = {"num_hidden_layers": 2}  # of which one has a state, for the interpreter
 LAYERS = {
     "granite": ["mamba", "attention"],
+    "kimi_linear": ["linear_attention", "full_attention"],
     "lfm2": ["conv", "full_attention"],
     "minimax": ["full_attention", "linear_attention"],
     "qwen3_5": ["linear_attention", "full_attention"],
@@ -32,7 +33,7 @@ LAYERS = {
 Tiny, Logits = Callable[..., LoadedModel], Callable[..., list[torch.Tensor]]
 WAYS = [("plain", "lfm2"), ("plain", "qwen3_5"), ("plain", "qwen3_5_moe"), ("plain", "qwen3_next")]
 WAYS += [("plain", "granite"), ("plain", "bamba"), ("plain", "falcon_h1"), ("plain", "jamba")]
-WAYS += [(way, name) for name in ("minimax", "recurrent_gemma") for way in ("plain", "Triton")]
+WAYS += [(way, name) for name in ("kimi_linear", "minimax", "recurrent_gemma") for way in ("plain", "Triton")]
 WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next"), ("Triton", "granite")]
 
 

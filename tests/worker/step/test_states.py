@@ -88,7 +88,7 @@ class Bench:
         return found
 
 
-@pytest.fixture(params=["lfm2", "qwen3_next", "granite", "jamba"])
+@pytest.fixture(params=["lfm2", "qwen3_next", "granite", "jamba", "kimi_linear"])
 def model(request: pytest.FixtureRequest, tiny: Callable[..., LoadedModel]) -> LoadedModel:
     model_type, fields = HYBRIDS[request.param]
     return tiny(model_type, block_size=BLOCK_SIZE, **fields)
@@ -113,7 +113,7 @@ def test_a_request_has_the_same_bits_whatever_was_done_with_its_state(model: Loa
     assert len(play(model)) == 11
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite", "jamba", "kimi_linear"])
 def test_generated_tokens_from_graphs_have_the_same_bits(name: str, tiny: Callable[..., LoadedModel]) -> None:
     model_type, fields = HYBRIDS[name]
     model = tiny(model_type, block_size=BLOCK_SIZE, **fields)
