@@ -314,7 +314,8 @@ class Ledger:
 
     def _tenantwiped(self, _client: int, command: Any, reply: TenantWiped) -> None:
         for sequence in self.sequences.values():
-            if sequence.tenant == command.tenant and sequence.request_id not in self.live:
+            running = sequence.request_id in self.live and not sequence.forked  # a fork has its parent's request
+            if sequence.tenant == command.tenant and not running:
                 sequence.removed = True
 
     def _account(self, sequence: BookedSequence, length: int) -> None:
