@@ -60,7 +60,7 @@ def measured(tokens: int) -> dict[str, Any]:
     for number in range(count):
         parent = pool.index_run(ids[number : number + 1], parent, values[number : number + 1], contents[number, None])
         begun = perf_counter_ns()
-        pool.writeback.order()
+        pool.writeback.order(pool)
         copies.flush(number + 1)
         copies.step_done(number + 1, sequences)
         took_us[number] = (perf_counter_ns() - begun) / 1e3

@@ -269,7 +269,8 @@ class _Restoring:
         if saved.host is not None:
             cache = self._machine.cache
             tier = cache.host_tiers.tiers[saved.host.identity]
-            copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count)
+            sight = -(-group.window // cache.blocks.block_size)
+            copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count, sight)
             copies.compute_costs = group.costs
             parts = ("identity", "backlog", "write_costs", "read_costs", "disk")
             group.host = pool.host = self._fields.restore(copies, saved.host, *parts)

@@ -15,6 +15,7 @@ from ..waits import Waits, blocks_of
 from .blocks import CACHED, CHECKPOINT, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
 from .hashing import Hashes
 from .host_copies import HostCopies
+from .host_parts import CHECKPOINT as CHECKPOINT_PART
 from .host_writeback import HostWriteback
 from .prefix_cache import PrefixCache, Tokens
 from .supply import NO_SPARE, Spare, Supply
@@ -206,7 +207,10 @@ class BlockPool:
             gone: Takes the blocks that are to become free; see `_free_evicted`.
         """
         if self.checkpoints or self.windows:
-            self._evict_with_parts(next(iter(self._lru[tenant])), gone)
+            block = next(iter(self._lru[tenant]))
+            if self.host is not None:
+                self._save_with_parts(self.host, block)
+            self._evict_with_parts(block, gone)
             return
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
@@ -214,6 +218,31 @@ class BlockPool:
             self.host.save(block)
         self.index.remove(block)
         gone.append(block)
+
+    def _save_with_parts(self, host: HostCopies, block: int) -> None:
+        """Let the host tier have all that `_evict_with_parts` evicts."""
+        if (key := self._checkpoint_of.get(block)) is not None:
+            host.save_parts(key, self.checkpoints[key], CHECKPOINT_PART)
+            return
+        if (key := self._window_of.get(block)) is not None:
+            host.save_parts(key, self.windows[key], 0)
+            return
+        host.save(block)
+        key = self.index.key(block)
+        for parts, number in ((self.windows, 0), (self.checkpoints, CHECKPOINT_PART)):
+            ids = parts.get(key)
+            if ids is not None and self.blocks.state[ids[0]] == CACHED:
+                host.save_parts(key, ids, number)
+
+    def part_of(self, block: int) -> tuple[int, int] | None:
+        """Return the entry that a window block or a block of a checkpoint hangs on, and the number of the part."""
+        for keys, parts, number in (
+            (self._window_of, self.windows, 0),
+            (self._checkpoint_of, self.checkpoints, CHECKPOINT_PART),
+        ):
+            if (key := keys.get(block)) is not None:
+                return key, number + parts[key].index(block)
+        return None
 
     def _evict_with_parts(self, block: int, gone: list[int]) -> None:
         """Evict a cached block with what hangs on it, or the checkpoint or window blocks that it is a part of."""
@@ -550,6 +579,8 @@ class BlockPool:
         """Make held blocks the checkpoint that hangs on an index entry without one."""
         assert key not in self.checkpoints and self.index.alive(key)
         self.checkpoints[key] = blocks
+        if self.writeback is not None:
+            self.writeback.note_key(key)
         self._checkpoint_of.update(dict.fromkeys(blocks, key))
         self.blocks.indexed[np.array(blocks, np.int64)] = True
 

@@ -333,7 +333,7 @@ class Group:
     def order_writeback(self) -> None:
         """Let the next step write filled blocks back to the host tier: see `HostWriteback.order`."""
         if self.pool.writeback is not None:
-            self.pool.writeback.order()
+            self.pool.writeback.order(self.pool)
 
     @property
     def disk(self) -> DiskCopies | None:

@@ -9,6 +9,9 @@ entry would be of no use to a worker's successor.
 them before it computes. `Sequences.scheduled` counts these tokens at once, `computed` when the result acknowledges the
 copy: until then nothing indexes or shares the blocks, whatever the results of earlier steps say.
 
+Window blocks and checkpoints are copied like KV blocks: when they are evicted, alone or with the entry that they hang
+on, and before the step that brings a sequence back computes.
+
 A read may not find what was saved: the result says so, the entry is dropped, and its sequence begins again without it.
 
 A result that does not acknowledge exactly the copies of its step ends the worker. If the worker is lost, the entries of
@@ -25,10 +28,11 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import MISSED_CHECKSUM, MISSED_TAG, NO_INT32, Int32Array
 
-from .blocks import BlockIds, Blocks
+from .blocks import KV, BlockIds, Blocks
 from .costs import StepCosts
 from .disk_copies import DiskCopies
 from .hashing import Hashes
+from .host_parts import CHECKPOINT, part_tokens, part_value
 from .host_tier import NO_HOST_BLOCK, HostNode, HostTier
 from .host_yield import needed_yield
 from .prefix_cache import PrefixCache, Tokens, root_key
@@ -80,8 +84,20 @@ class HostCopies:
         reused: For each block of the pool, the generation in which it was used again; see `host_yield`.
     """
 
-    def __init__(self, tier: HostTier, index: PrefixCache, blocks: Blocks, base: int, count: int) -> None:
-        self.tier, self.index, self._blocks, self._base = tier, index, blocks, base
+    def __init__(
+        self, tier: HostTier, index: PrefixCache, blocks: Blocks, base: int, count: int, sight: int = 0
+    ) -> None:
+        """Create the copies of a pool.
+
+        Args:
+            tier: The books of its worker's file.
+            index: Its prefix index.
+            blocks: The blocks of all pools.
+            base: Its first block.
+            count: How many it has.
+            sight: How many blocks of a sequence are in sight of its last token in layers with a window.
+        """
+        self.tier, self.index, self._blocks, self._base, self._sight = tier, index, blocks, base, sight
         self.compute_costs = StepCosts()
         self.reused = np.full(count, -1, np.int32)
         self.writes: dict[int, int] = {}
@@ -124,6 +140,53 @@ class HostCopies:
         if once and node is not None and node.block != NO_HOST_BLOCK:
             node.once = True
             self.tier.yields.evicted(owner, self.needed_yield)
+
+    def save_parts(self, key: int, ids: tuple[int, ...], number: int) -> None:
+        """Copy window blocks or a checkpoint that are about to be evicted, with the blocks of their prefix.
+
+        Those that were used once are copied while such blocks are. Of window blocks, only those in sight of the last
+        block of a chain: a later turn goes on there, and others can be computed from them.
+
+        Args:
+            key: The entry that they hang on.
+            ids: The blocks.
+            number: The number of the first: 0, or CHECKPOINT.
+        """
+        if not self.is_reused(ids[0]):
+            if not self.tier.yields.share_of(self.owner_of(ids[0])).copying:
+                return
+            if number < CHECKPOINT and not self.ends_in_sight(key):
+                return
+        node_id = self.node_of(key & 0xFFFFFFFF)
+        if node_id is None:
+            return
+        self._save_chain(key & 0xFFFFFFFF, node_id)
+        node = self.tier.nodes.get(node_id)
+        if node is not None and node.block != NO_HOST_BLOCK:
+            self.write_parts(node_id, ids, number)
+
+    def write_parts(self, node_id: int, ids: tuple[int, ...], number: int) -> None:
+        """Add parts of an entry that are not on the host to the copies of the next step, as far as there is room.
+
+        Args:
+            node_id: The entry, which has a block.
+            ids: The blocks of the parts.
+            number: The number of the first.
+        """
+        tier = self.tier
+        for each, source in enumerate(ids, number):
+            part = tier.add_part(node_id, each)
+            if part is None:
+                tier.unsaved_total += 1
+                return
+            if tier.nodes[part].block != NO_HOST_BLOCK:
+                tier.use(part)
+                continue
+            if len(self.writes) >= WRITES_MAX or not tier.give_block(part, owner=self.owner_of(source)):
+                tier.unsaved_total += 1
+                tier.prune(part)
+                return
+            self.writes[source] = part
 
     def _save_chain(self, block: int, node_id: int) -> None:
         """Copy a block and those before it, up to one that is on the host."""
@@ -210,6 +273,14 @@ class HostCopies:
             parent = found
         return parent
 
+    def ends_in_sight(self, key: int) -> bool:
+        """Return whether the last entry behind one is so near that layers with a window see both."""
+        return self.index.ends_within(key, self._sight)
+
+    def has_holder(self, block: int) -> bool:
+        """Return whether a device block is held."""
+        return self._blocks.refcount.item(block) > 0
+
     def owner_of(self, block: int) -> int:
         """Return the tenant that is charged for a device block, and will be for its copy."""
         return int(self._blocks.owner[block])
@@ -217,10 +288,25 @@ class HostCopies:
     def entry_of(self, block: int) -> HostNode | None:
         """Return the node with the content of a device block; None if it has none, or is not indexed."""
         index = self.index
-        if not index.alive(index.key(block)):
+        if self._blocks.kind[block] != KV or not index.alive(index.key(block)):
             return None
         node_id = self.tier.find(index.hash_of(block), index.tokens_of(block).tobytes())
         return None if node_id is None else self.tier.nodes[node_id]
+
+    def part_entry_of(self, key: int, number: int) -> HostNode | None:
+        """Return the node with the content of a window block or of a block of a checkpoint; None if there is none.
+
+        Args:
+            key: The entry that it hangs on.
+            number: The number of the part.
+        """
+        entry = self.entry_of(key & 0xFFFFFFFF)
+        found = None if entry is None else self.tier.find(part_value(entry.value, number), part_tokens(number))
+        return None if found is None else self.tier.nodes[found]
+
+    def kind_of(self, block: int) -> int:
+        """Return the kind of a device block."""
+        return int(self._blocks.kind[block])
 
     # ------------------------------------------------------------------------------------------------------------ up
 

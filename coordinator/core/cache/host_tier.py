@@ -14,12 +14,13 @@ those of the device. `HostTier` has the books of one file:
 An entry is a node of a trie: the tokens of a block behind a parent node. The root is the salt. Nodes are apart from the
 keys of the prefix index, because a key changes when its device block is freed. A node without a block keeps the
 place of an ancestor that is not in the tier. The file's identity covers all else that the content depends on: model,
-layout, dtype and device.
+layout, dtype and device. Window blocks and checkpoints are nodes behind that of a KV block; see `host_parts`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from .hashing import Hashes
 from .host_lru import HostLru
+from .host_parts import part_tokens, part_value
 from .host_yield import HostYield
 from .tenants import Shares, Tenants
 from .wipes import NO_TAG, Wipes
@@ -42,7 +44,7 @@ class HostNode(msgspec.Struct):
     Attributes:
         parent: The node of the block before it, or a root key (`prefix_cache.root_key`).
         value: Its chained hash, unsigned 64 bit. It is also the tag that the worker stores beside the block.
-        tokens: Its tokens, int32 in native order.
+        tokens: Its tokens, int32 in native order; of a part, its number (`host_parts`).
         entry: The key of the device entry that was last seen with this content; NO_ENTRY for none.
         block: Its host block; NO_HOST_BLOCK for none.
         written: A worker has acknowledged the copy into the block.
@@ -158,9 +160,15 @@ class HostTier:
             first: The first block to look for. Those before it need nodes, but no blocks here.
             end: Where to stop.
         """
-        found: list[int] = []
-        if not self.nodes or first >= end:
+        if first >= end:
             return ()
+        return tuple(takewhile(self.is_hit, self.chain(root, tokens, hashes, end)[first:]))
+
+    def chain(self, root: int, tokens: Tokens, hashes: Hashes, end: int) -> list[int]:
+        """Return the nodes of a prefix as far as there are any, with or without blocks; see `match`."""
+        found: list[int] = []
+        if not self.nodes:
+            return found
         parent, known, nodes = root, self._by_value, self.nodes
         for number, value in enumerate(hashes[:end].tolist()):
             node_id = known.get(value)
@@ -171,11 +179,26 @@ class HostTier:
             own = tokens[number * size : (number + 1) * size]
             if node.parent != parent or node.tokens != own.tobytes():
                 break
-            if number >= first and (not node.written or node.damaged):
-                break
-            if number >= first:
-                found.append(node_id)
+            found.append(node_id)
             parent = node_id
+        return found
+
+    def is_hit(self, node_id: int) -> bool:
+        """Return whether a node's block has its content, as far as is known."""
+        node = self.nodes[node_id]
+        return node.written and not node.damaged
+
+    def parts(self, node_id: int, first: int, count: int) -> tuple[int, ...] | None:
+        """Return the nodes of parts [first, first + count) of an entry if all are hits, else None; see `host_parts`."""
+        found: list[int] = []
+        for number in range(first, first + count):
+            part = self._by_value.get(part_value(self.nodes[node_id].value, number))
+            if part is None or not self.is_hit(part):
+                return None
+            node = self.nodes[part]
+            if node.parent != node_id or node.tokens != part_tokens(number):
+                return None
+            found.append(part)
         return tuple(found)
 
     def has_hash(self, value: int) -> bool:
@@ -188,6 +211,10 @@ class HostTier:
         return node_id if node_id is not None and self.nodes[node_id].tokens == tokens else None
 
     # ------------------------------------------------------------------------------------------------------- entries
+
+    def add_part(self, node_id: int, number: int) -> int | None:
+        """Return the node of a part of an entry, as `add` does."""
+        return self.add(node_id, part_value(self.nodes[node_id].value, number), part_tokens(number))
 
     def add(self, parent: int, value: int, tokens: bytes) -> int | None:
         """Return the node of a block behind a parent, which is made if it is new.

@@ -4,22 +4,37 @@ Without it, only evicted blocks are on the host when a worker dies. With it, the
 there, and computes again what was filled last.
 
 A step carries write-back only if it carries no other copies and none is in flight, and then at most
-`cache.host_writeback_blocks` blocks: copies share the device's memory with decodes. Steps without rows carry on with it
-when the worker is idle, so that it leaves its whole cache if it dies then.
+`cache.host_writeback_blocks` blocks, with the window blocks and the checkpoint of the last: copies share the device's
+memory with decodes. Steps without rows carry on with it when the worker is idle, so that it leaves its whole cache if
+it dies then.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .host_copies import HostCopies
+from .host_parts import CHECKPOINT
 from .host_tier import NO_HOST_BLOCK, HostNode
 
 BACKLOG_MAX = 1 << 16  # a block beyond is copied with one behind it, or when it is evicted
 NO_KEY = -1
+
+
+class Parts(Protocol):
+    """What hangs on index entries, by their keys; see `BlockPool`."""
+
+    @property
+    def windows(self) -> dict[int, tuple[int, ...]]:
+        """Window blocks."""
+
+    @property
+    def checkpoints(self) -> dict[int, tuple[int, ...]]:
+        """Blocks of checkpoints."""
 
 
 class HostWriteback:
@@ -38,17 +53,26 @@ class HostWriteback:
         if self._blocks_max:
             self.backlog.extend(self._copies.index.keys(ids).tolist()[: BACKLOG_MAX - len(self.backlog)])
 
-    def order(self) -> None:
-        """Add blocks to the copies of the next step, if it would carry none and no copy is in flight."""
+    def note_key(self, key: int) -> None:
+        """Note an entry that got a checkpoint."""
+        if self._blocks_max and len(self.backlog) < BACKLOG_MAX:
+            self.backlog.append(key)
+
+    def order(self, parts: Parts) -> None:
+        """Add blocks to the copies of the next step, if it would carry none and no copy is in flight.
+
+        Args:
+            parts: What hangs on the entries of the pool.
+        """
         copies = self._copies
         if copies.pending or copies.sent:
             return
         while self.backlog and len(copies.writes) < self._blocks_max:
-            if not self._copy(self.backlog[0]):
+            if not self._copy(self.backlog[0], parts):
                 return
             self.backlog.popleft()
 
-    def _copy(self, key: int) -> bool:
+    def _copy(self, key: int, parts: Parts) -> bool:
         """Copy an entry's block, and those before it that are not on the host, the first ones first.
 
         Returns:
@@ -66,8 +90,22 @@ class HostWriteback:
                 break
             copies.writes[source] = each
         tier.remove_behind(node_id)
+        if fits and tier.nodes[node_id].block != NO_HOST_BLOCK:
+            self._copy_parts(node_id, key, parts)
         tier.prune(node_id)
         return fits
+
+    def _copy_parts(self, node_id: int, key: int, parts: Parts) -> None:
+        """Copy what hangs on an entry that is on the host: window blocks that a token to come can see, a checkpoint.
+
+        All of it goes with one step: in a small file, its parts would otherwise take each other's blocks for ever.
+        """
+        copies = self._copies
+        windows, checkpoint = parts.windows.get(key), parts.checkpoints.get(key)
+        if windows is not None and (copies.has_holder(windows[0]) or copies.ends_in_sight(key)):
+            copies.write_parts(node_id, windows, 0)
+        if checkpoint is not None:
+            copies.write_parts(node_id, checkpoint, CHECKPOINT)
 
     def _missing(self, node_id: int, key: int) -> list[tuple[int, int]]:
         """Return the device blocks and nodes of an entry's chain that are not on the host, the last one first.

@@ -130,7 +130,8 @@ class KVCacheManager:
         self.groups[number] = group
         if ready.host_blocks:
             tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch, ready.host_new)
-            group.host = pool.host = HostCopies(tier, index, self.blocks, base, blocks)
+            sight = -(-group.window // self.blocks.block_size)
+            group.host = pool.host = HostCopies(tier, index, self.blocks, base, blocks, sight)
             group.host.compute_costs = group.costs
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:

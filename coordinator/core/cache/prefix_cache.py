@@ -140,6 +140,15 @@ class PrefixCache:
             good &= (store.tokens[ids] == tokens[: ids.size * size].reshape(-1, size)).all(axis=1)
         return ids.size if np.count_nonzero(good) == ids.size else int(np.argmin(good))
 
+    def ends_within(self, key: int, blocks: int) -> bool:
+        """Return whether at most `blocks` entries are behind one, along the newest ones."""
+        for _ in range(blocks + 1):
+            after = self._children.get(key)
+            if after is None:
+                return True
+            key = self.key(next(reversed(after)) if isinstance(after, dict) else after)
+        return False
+
     def match_partial(self, parent: int, rest: Tokens) -> tuple[int, int]:
         """Return the child of `parent` that shares the most leading tokens with `rest`, and how many; else (-1, 0)."""
         best, most = -1, 0

@@ -8,7 +8,7 @@ from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, Not
 from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequence, Message
 
 from ..cache.block_pool import short_of
-from ..cache.blocks import NO_BLOCKS
+from ..cache.blocks import KV, NO_BLOCKS
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.host_copies import HostCopies
@@ -99,7 +99,11 @@ class Explainer:
         if block in host.writes:
             at = tier.nodes[host.writes[block]].block
             return [f"the next step copies its old content to block {at} of the host tier: the pool evicted it"]
-        node, disk = host.entry_of(block), self._disk_copy(host, block)
+        part = self._cache.group_of_block(block).pool.part_of(block)
+        if part is not None:
+            node, disk = host.part_entry_of(*part), []
+        else:
+            node, disk = host.entry_of(block), self._disk_copy(host, block)
         if node is None or node.block == NO_HOST_BLOCK:
             return [*disk, *_eviction(host, block)]
         if node.written:
@@ -108,7 +112,7 @@ class Explainer:
 
     def _disk_copy(self, host: HostCopies, block: int) -> list[str]:
         """Describe the copy of an indexed block's content on the disk."""
-        if host.disk is None or not host.index.alive(host.index.key(block)):
+        if host.disk is None or self._cache.blocks.kind[block] != KV or not host.index.alive(host.index.key(block)):
             return []
         tier, tokens = host.disk.tier, host.index.tokens_of(block).tobytes()
         found = tier.find(host.index.hash_of(block), tokens)
@@ -364,7 +368,7 @@ def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
 
 def _eviction(host: HostCopies, block: int) -> list[str]:
     """Describe whether the host tier gets an indexed block without a copy when the pool evicts it."""
-    if not host.index.alive(host.index.key(block)):
+    if host.kind_of(block) != KV or not host.index.alive(host.index.key(block)):
         return []
     if host.is_reused(block):
         return ["the host tier gets a copy when it is evicted: it was used again, or its sequence goes on"]
