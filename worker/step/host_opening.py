@@ -36,9 +36,6 @@ def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> Ho
     if not config.host_bytes:
         return None
     geometry = pool.geometry
-    if geometry.is_paged:
-        kept = "recurrent states" if geometry.states else "layers with a sliding window"
-        raise InvalidConfiguration("host_bytes", f"{config.host_bytes}, but the model has {kept}: set it to 0")
     blocks = config.host_bytes // geometry.bytes_per_block
     if not blocks:
         problem = f"{config.host_bytes} bytes hold no block; one takes {geometry.bytes_per_block}"

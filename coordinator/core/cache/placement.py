@@ -25,6 +25,10 @@ class Placement:
         partial_windows: Those to copy leading tokens from, with `partial`.
         ahead: Window blocks that the first steps of the sequence take. There must be room for them.
         host: Host entries to copy to the first blocks behind `hits`: nodes of the group's tier.
+        ring: With `host_windows` or `host`: the window blocks in sight behind the shared tokens, for each block of
+            tokens in order; () for one whose window blocks come from the host.
+        host_windows: Host entries of the latter, in order.
+        host_checkpoint: Host entries to copy to the blocks of the recurrent state.
         returns: How a preempted request comes back by this plan; None if it has no choice.
         shared_end: Where a checkpoint is wanted, because the KV of more tokens is there; 0: nowhere.
     """
@@ -44,7 +48,15 @@ class Placement:
         self.windows = self.partial_windows = NO_BLOCKS
         self.ahead = 0
         self.host: tuple[int, ...] = ()
+        self.ring: tuple[tuple[int, ...], ...] = ()
+        self.host_windows: tuple[int, ...] = ()
+        self.host_checkpoint: tuple[int, ...] = ()
         self.returns: Return | None = None
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """All host entries that the plan reads."""
+        return self.host + self.host_windows + self.host_checkpoint
 
     @property
     def keep(self) -> BlockIds:

@@ -8,6 +8,8 @@ Every method keeps these rules:
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 
 from kvforge.protocol.errors import CapacityExceeded
@@ -16,6 +18,7 @@ from kvforge.protocol.messages import GENERATED
 from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
+from . import host_hits
 from .blocks import NO_BLOCKS, RECURRENT, BlockIds, Blocks
 from .checkpoints import Checkpoints
 from .eviction import Eviction
@@ -56,7 +59,14 @@ class Residency:
         self.evicted_total = 0
 
     def plan_placement(
-        self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None = None
+        self,
+        group: Group,
+        salt: int,
+        tokens: Tokens,
+        hashes: Hashes,
+        shared_max: int | None = None,
+        *,
+        host: bool = True,
     ) -> Placement:
         """Plan a placement for `tokens` in the group, without changes.
 
@@ -66,20 +76,23 @@ class Residency:
             tokens: Token ids, [n] int32.
             hashes: The hashes of their full blocks.
             shared_max: How many leading tokens may come from cached blocks; None: all but the last.
+            host: Whether the host tier counts, if the pool has blocks of several kinds. In others it does.
         """
-        if group.state_blocks:
-            return self._plan_with_state(group, salt, tokens, hashes, shared_max)
-        if group.window_pages:
-            return self._plan_with_windows(group, salt, tokens, hashes, shared_max)
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        if group.pool.mixed:
+            plan = self._plan_with_state if group.state_blocks else self._plan_with_windows
+            found = plan(group, salt, tokens, hashes, shared_max)
+            if group.host is None or not host:
+                return found
+            return self._plan_from_host(found, salt, tokens, hashes, most // self._blocks.block_size)
         size, partial_tokens_min = self._blocks.block_size, self._limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)[: most // size]
         partial = (-1, 0)
         rest = tokens[hits.size * size : most]
         needed = self._sequences.blocks_for(tokens.size) - hits.size
-        if group.host is not None and (host := group.host.match(salt, tokens, hashes, hits.size, most // size)):
+        if group.host is not None and (entries := group.host.match(salt, tokens, hashes, hits.size, most // size)):
             found = Placement(group, hits, partial, needed)
-            found.host = host
+            found.host = entries
             return found
         if rest.size >= partial_tokens_min:
             parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
@@ -112,6 +125,29 @@ class Residency:
         found.checkpoint, found.shared_end = blocks, shared_end
         return self._with_hits(found, tokens.size) if group.window_pages else found
 
+    def _plan_from_host(self, otherwise: Placement, salt: int, tokens: Tokens, hashes: Hashes, end: int) -> Placement:
+        """Plan a placement with what the host tier has beyond the pool, if that is more tokens than `otherwise` has."""
+        group, size = otherwise.group, self._blocks.block_size
+        found = host_hits.find_in_both(
+            group, salt, tokens, hashes, int(otherwise.hits.size), end, first_of=self._windows.first
+        )
+        if found is None:
+            return otherwise
+        count = found.hits.size + len(found.host)
+        fresh = self._sequences.blocks_for(tokens.size) - found.hits.size + group.state_blocks
+        placement = Placement(group, found.hits, (-1, 0), int(fresh), NO_DONOR, otherwise)
+        placement.host, placement.ring, placement.host_windows = found.host, found.ring, found.host_windows
+        placement.host_checkpoint = found.host_checkpoint
+        placement.checkpoint = np.array(found.checkpoint, np.int64)
+        if group.state_blocks:
+            last = self._checkpoints.positions(group).last(tokens, found.known * size)
+            placement.shared_end = last if last > count * size else 0
+        if not group.window_pages:
+            return placement
+        placement.windows = np.array([block for ids in found.ring for block in ids], np.int64)
+        placement.needed += len(found.host_windows)
+        return self._with_ahead(placement, tokens.size)
+
     def _plan_with_windows(
         self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, shared_max: int | None
     ) -> Placement:
@@ -142,7 +178,7 @@ class Residency:
     def _with_ahead(self, placement: Placement, tokens: int) -> Placement:
         """Add to a placement what its first steps take for windows."""
         group, s = placement.group, self._sequences
-        held = placement.windows.size + placement.partial_windows.size
+        held = placement.windows.size + placement.partial_windows.size + len(placement.host_windows)
         placement.ahead = max(0, self._windows.most(group, s.blocks_for(tokens)) - held)
         return placement
 
@@ -219,18 +255,21 @@ class Residency:
         s, group = self._sequences, placement.group
         pool, tenant = group.pool, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
-        if placement.host:
+        reads = placement.reads
+        if reads:
             assert group.host is not None
-            group.host.hold(placement.host)  # blocks that make room are saved, and must not take theirs
+            group.host.hold(reads)  # blocks that make room are saved, and must not take theirs
         try:
             self.make_room(group, tenant, placement.needed, placement.keep, _with_donor(np.array([slot]), placement))
         except CapacityExceeded:
             if group.host is not None:
-                group.host.unhold(placement.host)
+                group.host.unhold(reads)
             raise
         block, common = placement.partial
         if group.host is not None:
             group.host.reuse(placement.hits)
+            if pool.mixed:
+                group.host.reuse(np.concatenate((placement.windows, placement.checkpoint)))
         group.hold(placement.keep)
         fresh = pool.allocate(tenant, placement.needed)
         if group.state_blocks:
@@ -247,19 +286,33 @@ class Residency:
         s.resident_us[slot] = self._clock.now_us
         s.computed[slot] = s.scheduled[slot] = placement.cached_tokens(s.block_size)
         self._indexing.shared(group, slot, placement.hits)
-        if placement.host:
+        if reads:
             self._load(group, slot, placement, fresh)
-        if common or placement.host:
+        if common or reads:
             s.last_step[slot] = group.next_step
             pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
 
     def _load(self, group: Group, slot: int, placement: Placement, fresh: BlockIds) -> None:
-        """Fill the first of the fresh blocks from the host. They have no KV before the step is acknowledged."""
+        """Fill the first of the fresh blocks from the host, window blocks and the state too.
+
+        What needs them has no KV before the step is acknowledged.
+        """
         assert group.host is not None
-        s = self._sequences
-        group.host.load(slot, placement.host, fresh[: len(placement.host)].tolist(), int(s.scheduled[slot]))
-        s.computed[slot] = placement.hits.size * s.block_size
+        s, whole = self._sequences, int(placement.hits.size)
+        targets: list[int] = fresh[: len(placement.host)].tolist()
+        count = whole + len(placement.host)
+        for number, ids in enumerate(placement.ring, count - len(placement.ring)):
+            if not ids:
+                targets += self._windows.between(group, slot, number, number + 1).tolist()
+                whole = min(whole, number)
+        if placement.host_checkpoint:
+            targets += s.states_of(slot).tolist()
+            whole = min(whole, count - 1)
+        if whole < placement.hits.size:
+            self._indexing.restart(slot)  # what comes hangs on entries that are there
+        group.host.load(slot, placement.reads, targets, int(s.scheduled[slot]))
+        s.computed[slot] = whole * s.block_size
 
     def _forget_load(self, slot: int) -> None:
         """Do not count KV that is on its way from the host to a resident sequence."""
@@ -293,6 +346,8 @@ class Residency:
         Returns:
             The fresh blocks that are left.
         """
+        if placement.ring:
+            return self._give_ring(group, slot, fresh, placement)
         sources = placement.partial_windows
         kv = fresh.size - sources.size
         first = placement.hits.size - placement.windows.size // group.window_pages
@@ -302,12 +357,27 @@ class Residency:
         group.pool.release(sources, group.next_step)
         return fresh[:kv]
 
+    def _give_ring(self, group: Group, slot: int, fresh: BlockIds, placement: Placement) -> BlockIds:
+        """Put shared window blocks into the ring of a sequence, and fresh ones for those that come from the host.
+
+        Returns:
+            The fresh blocks that are left.
+        """
+        kv = fresh.size - len(placement.host_windows)
+        own = iter(fresh[kv:].tolist())
+        ids = [block for shared in placement.ring for block in shared or islice(own, group.window_pages)]
+        first = placement.hits.size + len(placement.host) - len(placement.ring)
+        self._windows.begin(group, slot, first, np.array(ids, np.int64), NO_BLOCKS)
+        return fresh[:kv]
+
     def note_reuse(self, slot: int) -> None:
         """Let the host tier know that a sequence with blocks goes on, later or with another request."""
         s = self._sequences
         group = self._groups.get(int(s.pool[slot]))
         if group is not None and group.host is not None:
             group.host.reuse(s.blocks_of(slot)[: int(s.computed[slot]) // s.block_size])
+            if s.window_end[slot]:
+                group.host.reuse(self._windows.of(slot))
 
     def release_kv(self, slot: int) -> int:
         """Release a sequence's blocks; its tokens stay. Return how many blocks have no holder left."""
@@ -435,6 +505,8 @@ class Residency:
         s = self._sequences
         if not settles and s.state_used[slot] and s.scheduled[slot] > s.computed[slot]:
             self.release_kv(slot)  # its state is further
+        elif not settles and s.window_end[slot] and self.is_loading(slot):
+            self.release_kv(slot)  # it has the windows of what comes, not those before
         s.pending[slot] = 0
         if not settles:
             self._forget_load(slot)

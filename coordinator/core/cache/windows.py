@@ -338,7 +338,9 @@ class Windows:
             computed, ids = int(s.computed[slot]), self.of(slot)
             assert first >= self.first(group, computed), "a block out of sight is held"
             assert end - first <= group.window_blocks, "a ring holds more blocks than it has places"
-            assert first * s.block_size <= max(0, computed + 1 - group.window), "a block in sight was released"
+            loading = group.host is not None and slot in group.host.loads  # goes on behind what it gets, or not at all
+            known = int(s.scheduled[slot]) if loading else computed
+            assert first * s.block_size <= max(0, known + 1 - group.window), "a block in sight was released"
             assert end >= s.blocks_for(int(s.scheduled[slot])), "KV is written without window blocks"
             assert len(set(ids.tolist())) == ids.size, "a window block is twice in one ring"
             assert (self._blocks.kind[ids] == WINDOW).all(), "a ring names a block of another kind"

@@ -119,8 +119,13 @@ class Choice:
         cache, s = self._cache, self._cache.sequences
         tokens, hashes = self.prefix_of(request)
         placement = cache.residency.plan_placement(group, request.salt, tokens, hashes, request.shareable_tokens)
-        if placement.host and request.phases.phase == PREEMPTED:
-            placement = swapping.decide(placement, s.block_size)
+        if placement.reads and request.phases.phase == PREEMPTED:
+            if group.pool.mixed:
+                prefix = (request.salt, tokens, hashes, request.shareable_tokens)
+                without = cache.residency.plan_placement(group, *prefix, host=False)
+                placement = swapping.decide_whole(placement, without, s.block_size)
+            else:
+                placement = swapping.decide(placement, s.block_size)
         if not request.continues or not cache.kept.could_free(1, but=request.continues):
             return placement
         most = self.shareable(request, tokens)

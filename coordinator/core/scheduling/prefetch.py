@@ -45,7 +45,7 @@ class Prefetch:
                 continue
             hashes = indexing.hashes(request.salt, tokens) if hashes is None else hashes
             placement = self._cache.residency.plan_placement(group, request.salt, tokens, hashes)
-            if not placement.host or (found is not None and len(placement.host) <= len(found.host)):
+            if not placement.reads or (found is not None and len(placement.reads) <= len(found.reads)):
                 continue
             spare = Spare(group.running + 1, int(np.count_nonzero(s.running & (s.tenant == request.tenant))) + 1)
             if group.pool.has(request.tenant, placement.needed, placement.keep, spare):

@@ -41,6 +41,27 @@ def decide(placement: Placement, block_size: int) -> Placement:
     return decided
 
 
+def decide_whole(placement: Placement, without: Placement, block_size: int) -> Placement:
+    """Return the cheaper of two placements of a preempted request, in a pool with blocks of several kinds.
+
+    There, a part of what the host has may be of no use, so all of it is read, or none. The first read measures copies.
+
+    Args:
+        placement: The placement that reads all.
+        without: The one that computes these tokens.
+        block_size: Tokens of a block.
+    """
+    group, found = placement.group, len(placement.reads)
+    tokens = placement.cached_tokens(block_size) - without.cached_tokens(block_size)
+    copy, compute = _read_cost(group, found), group.costs.token * tokens
+    read = compute > 0 and copy < compute
+    decided = placement if read else without
+    decided.returns = Return(
+        found, found if read else 0, copy // UNIT if copy else -1, compute // UNIT if compute else -1
+    )
+    return decided
+
+
 def costs_of_return(group: Group, tokens: Costs, block_size: int) -> Costs:
     """Return what preempted requests cost when they come back, to compare them: [n], in a unit that depends on nothing.
 

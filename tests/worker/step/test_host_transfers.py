@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 
 from kvforge.protocol.messages import MISSED_CHECKSUM, MISSED_TAG, Step
 from kvforge.worker.attention.pool import KvGeometry, KvPool, LayerShape
+from kvforge.worker.attention.quantised import as_bytes
+from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.checksums import checksums, weights_of
 from kvforge.worker.device import host_memory
-from kvforge.worker.device.device import open_device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.queue import DeviceEvent
 from kvforge.worker.host_file import HostFile
 from kvforge.worker.loading.model import LoadedModel
@@ -84,6 +87,26 @@ def test_quantised_blocks_come_back_with_their_scales(tiny: Callable[..., Loaded
     assert content(pool, 2) == before
     host.close()
     pool.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_pages_of_models_with_windows_and_states_come_back(kv_dtype: str, cpu: Device, tmp_path: Path) -> None:
+    shape, state = LayerShape(2, 16), StateTensor(0, "h", (1, 3, 5), torch.float32)
+    for geometry in (
+        KvGeometry((shape, replace(shape, window=16), replace(shape, window=16)), BLOCK_SIZE, kv_dtype),
+        KvGeometry((shape, shape), BLOCK_SIZE, kv_dtype, (state,)),
+    ):
+        pool = KvPool(geometry, 6, cpu)
+        host = host_of(pool, tmp_path)
+        for cache in pool.tensors():
+            as_bytes(cache).copy_(torch.randint(0, 255, as_bytes(cache).shape, dtype=torch.uint8))
+        before = content(pool, 1), content(pool, 3)
+        host.save(copies((1, 7, 5), (3, 90, 6))).settle()
+        pool.zero_blocks(i4(1, 2, 3, 4))
+        loaded = host.load(copies((4, 7, 5), (2, 90, 6)))
+        assert not loaded.settle().size and (content(pool, 4), content(pool, 2)) == before
+        host.close()
+        pool.close()
 
 
 def test_many_blocks_are_copied_in_parts(bench: Bench) -> None:

@@ -1,0 +1,68 @@
+"""The host tier for models with blocks of several kinds: windows and recurrent states come back with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvforge import Client
+from tests.worker.loading.random_models import save
+from tests.worker.step.test_windows import COMMON, MODELS
+from tools.cluster.cluster import Cluster
+
+from .shared import wait_empty
+from .test_host_tier import CACHED, GREEDY, PROMPTS, bits, found, restarted, serve, settings
+
+KINDS = {"qwen2": 48, "gemma3": 96, "lfm2": 30, "qwen3_5": 30}  # blocks of the pool, which holds about one prompt
+CHECKPOINT = 128  # the last multiple of a chunk of 64 tokens
+KILLS = 2
+
+
+def cluster_of(name: str, folder: Path, blocks: int, coordinator: str = "") -> Cluster:
+    """Return a cluster that serves a model with windows or with recurrent states."""
+    if name not in MODELS:
+        return Cluster(family=name, blocks=blocks, coordinator=coordinator)
+    model_type, fields = MODELS[name]
+    model = save(folder / "model", model_type, {**fields, **COMMON, "max_position_embeddings": 512})
+    return Cluster(model=model, blocks=blocks, coordinator=coordinator)
+
+
+def started(cluster: Cluster) -> Client:
+    """Start a coordinator and a worker with a host file."""
+    cluster.start_coordinator()
+    cluster.start_worker("w0", settings(cluster))
+    kv = cluster.client()
+    kv.wait_ready(300)
+    return kv
+
+
+# behaviours: a prefix that was evicted comes back with the same bits, with its window or its state, also after the
+# worker was killed while it copied
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize("name", KINDS)
+def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, tmp_path: Path) -> None:
+    with cluster_of(name, tmp_path, KINDS[name]) as cluster:
+        kv = started(cluster)
+        whole = [serve(kv, prompt) for prompt in PROMPTS]
+        assert found(whole) == [0] * len(PROMPTS)
+        again = [serve(kv, prompt) for prompt in PROMPTS]
+        assert list(map(bits, again)) == list(map(bits, whole))
+        (pool,) = wait_empty(kv).pools
+        cached = CACHED if name in MODELS else CHECKPOINT
+        assert found(again) == [cached] * len(PROMPTS)
+        assert pool.host_loaded_total > 0
+
+        restarted(cluster, kv)
+        after = [serve(kv, prompt) for prompt in PROMPTS[:3]]  # the last one was on the device alone
+        assert list(map(bits, after)) == list(map(bits, whole[:3]))
+        assert found(after) == [cached] * 3
+
+        for _ in range(KILLS):  # while blocks are copied in both directions
+            running = [kv.submit(prompt, max_tokens=4, sampling=GREEDY) for prompt in 3 * PROMPTS]
+            next(iter(running[1]))
+            restarted(cluster, kv)
+            results = [request.result(120) for request in running]
+            assert list(map(bits, results)) == list(map(bits, 3 * whole))
+        (pool,) = wait_empty(kv).pools
+        assert pool.host_free + pool.host_cached == pool.host_blocks
