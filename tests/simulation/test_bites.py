@@ -254,7 +254,7 @@ def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
 def run_with_states(name: str, seed: int) -> Outcome:
     """The world in which a planted fault of recurrent states is looked for."""
     if name not in IN_A_BUSY_WORLD:
-        return run_seed(seed, EVENTS, check_every=4, states=1.0, windows=0.0)
+        return run_seed(seed, EVENTS, check_every=4, states=1.0, windows=0.0, hosts=0.0)
     drawer = ActionDrawer(STATEFUL, Draws(f"stateful/{seed}"))
     return play(seed, STATEFUL, drawer.actions(), EVENTS, check_every=4)
 
@@ -281,7 +281,7 @@ def test_worlds_with_states_without_faults_pass_the_same_seeds() -> None:
 
 def run_with_windows(seed: int) -> Outcome:
     """The world in which a planted fault of windows is looked for."""
-    return run_seed(seed, EVENTS, check_every=4, states=0.0, windows=1.0)
+    return run_seed(seed, EVENTS, check_every=4, states=0.0, windows=1.0, hosts=0.0)
 
 
 @pytest.mark.parametrize("name", FAULTS_OF_WINDOWS)

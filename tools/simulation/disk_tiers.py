@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.worker.disk.records import Entry, Record
 from kvforge.worker.disk.recovery import usable
-from tools.simulation.host_files import Cells, HostFile
+from tools.simulation.host_files import NO_CELLS, Cells, HostFile
 
 OTHER_DISK_SHARE, FAILED_SHARE, FLIPPED_SHARE = 0.1, 0.03, 0.05
 ENTRIES_AT_ONCE = 5
@@ -70,7 +70,7 @@ class SimulatedDisk:
             if self._random.random() < 0.5:
                 self._content.pop(block, None)
             elif self._random.random() < 0.2:
-                self._put(block, entry, ((), ()))
+                self._put(block, entry, NO_CELLS)
                 self._flipped.add(block)
         if self._random.random() < OTHER_DISK_SHARE:
             self._content.clear()
@@ -170,7 +170,7 @@ class SimulatedDisk:
             self._content.pop(block, None)
             self._flipped.discard(block)
             return DISK_DONE, 0
-        file.write(host_block, (0, 0), ((), ()))
+        file.write(host_block, (0, 0), NO_CELLS)
         if fails:
             return DISK_FAILED, 0
         found = self._content.get(block)

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-Cells = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and positions
+from tools.simulation.states import StatePage
+
+Cells = tuple[tuple[int, ...], tuple[int, ...], StatePage | None]  # tokens, positions, a part of a recurrent state
+NO_CELLS: Cells = ((), (), None)
 NO_TAG = (0, 0)
 COPY_NUMBERS = 4
 OTHER_FILE_SHARE = 0.15
@@ -49,7 +52,7 @@ class HostFile:
 
     def filled(self) -> set[int]:
         """Return the blocks with bytes of entries."""
-        return {block for block, (_, (tokens, _)) in self._content.items() if tokens}
+        return {block for block, (_, (tokens, *_)) in self._content.items() if tokens}
 
     def flip(self, random: Random, share: float) -> None:
         """Change the content of a block with this probability, as a flipped bit does."""
@@ -58,14 +61,15 @@ class HostFile:
 
     def read(self, block: int, tag: tuple[int, int]) -> Cells | None:
         """Return a block with this tag, or None."""
-        found, cells = self._content.get(block, (NO_TAG, ((), ())))
+        found, cells = self._content.get(block, (NO_TAG, NO_CELLS))
         return cells if found == tag else None
 
     def leave(self, copies: Iterable[list[int]], random: Random) -> None:
         """Let a process that is being killed leave copies half-written, without their tags."""
         for _, block, *_ in copies:
             if random.random() < 0.5:
-                self.write(block, NO_TAG, ((random.randrange(1 << 16),) * self._block_size, (-1,) * self._block_size))
+                garbage = (random.randrange(1 << 16),) * self._block_size
+                self.write(block, NO_TAG, (garbage, (-1,) * self._block_size, None))
 
     def reborn(self, random: Random) -> None:
         """Begin the next life: now and then with another file."""

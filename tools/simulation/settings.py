@@ -337,9 +337,9 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
 
 def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds workers have host files, beside smaller pools."""
-    if random.random() >= share or settings.state_blocks or settings.window_pages or settings.ranks:
+    if random.random() >= share or settings.ranks:
         return settings
-    blocks = random.choice((1, 3, 8, 16, 40))
+    blocks = random.choice((1, 3, 8, 16, 40)) * (1 + settings.window_pages + min(1, settings.state_blocks))
     flips, writeback = random.choice((0.0, 0.2)), random.choice((0, 1, 4))
     quotas = {
         tenant: msgspec.structs.replace(quota, host_floor=random.choice((0, blocks // 3)), host_ceiling=ceiling)
@@ -356,7 +356,7 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
 
 def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds with host files, workers have disk tiers too."""
-    if random.random() >= share or not settings.host_blocks:
+    if random.random() >= share or not settings.host_blocks or settings.state_blocks or settings.window_pages:
         return settings
     blocks = random.choice((1, 4, 16, 60))
     quotas = {

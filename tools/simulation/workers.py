@@ -68,6 +68,7 @@ POSITIONS = list(range(CONTEXT_MAX))
 PAGE = 10 * CONTEXT_MAX
 COPY_US = 40  # time of a host copy: of a block
 SPOILED = -2  # the position of KV that was not found on the host, and of what was computed from it
+SPOILED_PAGE = StatePage(SPOILED, EMPTY, 0)  # likewise of a state
 
 
 class WorkerCrashed(Exception):
@@ -146,12 +147,15 @@ class KvMemory:
         """Return what a block holds."""
         start = self._cell(block)
         cells = slice(start, start + self.block_size)
-        return tuple(self._tokens[cells]), tuple(self._positions[cells])
+        return tuple(self._tokens[cells]), tuple(self._positions[cells]), self._states.get(block)
 
     def put_cells(self, block: int, cells: Cells) -> None:
         """Fill a block with what another one held."""
         start = self._cell(block)
-        self._tokens[start : start + self.block_size], self._positions[start : start + self.block_size] = cells
+        tokens, positions, page = cells
+        self._tokens[start : start + self.block_size] = tokens
+        self._positions[start : start + self.block_size] = positions
+        self._put(block, page)
 
     def zero(self, blocks: npt.NDArray[np.int32]) -> None:
         """Clear the blocks, so that a later read of old contents is noticed."""
@@ -208,19 +212,21 @@ class KvMemory:
             self._tokens[cell] = token
             self._positions[cell] = position + (page + 1) * PAGE
 
-    def spoil(self, ids: list[int], start: int, end: int) -> bool:
-        """Return whether a row attends to a block that was not found on the host; then what it writes is spoiled too.
+    def is_spoiled(self, ids: list[int], start: int, end: int) -> bool:
+        """Return whether positions [start, end) of a row, with these blocks, have KV that was not found on the host."""
+        return any(self._positions[cell] == SPOILED for cell in self._cells(ids, start, end))
 
-        Args:
-            ids: the row's block ids.
-            start: the first position that it writes.
-            end: the number of tokens.
-        """
-        cells = [self._cell(ids[p // self.block_size]) + p % self.block_size for p in range(end)]
-        spoiled = any(self._positions[cell] == SPOILED for cell in cells)
-        for cell in cells[start:] if spoiled else ():
+    def spoil(self, ids: list[int], start: int, end: int) -> None:
+        """Mark the KV of positions [start, end) of a row as computed from what was not found on the host."""
+        for cell in self._cells(ids, start, end):
             self._positions[cell] = SPOILED
-        return spoiled
+
+    def spoil_state(self, blocks: list[int]) -> None:
+        """Mark the state in these blocks likewise."""
+        self._states.update(dict.fromkeys(blocks, SPOILED_PAGE))
+
+    def _cells(self, ids: list[int], start: int, end: int) -> list[int]:
+        return [self._cell(ids[p // self.block_size]) + p % self.block_size for p in range(start, end)]
 
     def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
         """Read the tokens of a row at positions [0, end).
@@ -655,7 +661,7 @@ class SimulatedWorker:
             found = file.read(host_block, (low, high))
             if host_block in file.flipped:
                 missed += [host_block, MISSED_CHECKSUM]
-                found = (0,) * memory.block_size, (SPOILED,) * memory.block_size
+                found = (0,) * memory.block_size, (SPOILED,) * memory.block_size, SPOILED_PAGE
             if found is None:
                 raise Violation(f"{self.name} step {step.step_id}: host block {host_block} has other content")
             memory.put_cells(block, found)
@@ -681,15 +687,19 @@ class SimulatedWorker:
         table, _, _ = self._reader.rows(step.slots, -(-max(ends) // size))
         rows: list[list[int]] = table.tolist()
         tokens = self._resolved(step)
-        memory.write(zip(rows, starts, ends, strict=True), tokens)
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
-        if settings.flip_share:
-            counting = [c and not memory.spoil(*row) for c, *row in zip(counting, rows, starts, ends, strict=True)]
+        tainted = self._tainted(step, rows) if settings.flip_share else []
+        memory.write(zip(rows, starts, ends, strict=True), tokens)
+        for row in tainted:
+            counting[row] = False
+            memory.spoil(rows[row], starts[row], ends[row])
         found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
         if self._host.settings.window_pages:
             self._through_windows(step, tokens, found, counting)
         if self._host.settings.state_blocks:
             self._advance_states(step, tokens, found, counting)
+        if tainted:
+            self._spoil_parts(step, tainted)
         whole = found
         if step.drafts.size:  # what is known; no rejected draft crashes or fails anything
             ends = [end - drafted for end, drafted in zip(ends, drafts_of(step), strict=True)]
@@ -702,18 +712,54 @@ class SimulatedWorker:
         result = self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us, whole)
         return self._scored(step, found, result) if step.scored.size else result
 
-    def _through_windows(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
-        """Write the tokens for the layers with a window, and check all that these layers see."""
+    def _window_rows(self, step: Step, page: int) -> list[list[int]]:
+        """Return the window blocks of each row by the number of the block; those out of sight are undefined."""
         assert self._reader is not None
-        settings, memory, starts = self._host.settings, self._memory, step.starts.tolist()
+        settings = self._host.settings
         pages, ring, before = settings.window_pages, settings.ring_blocks, settings.state_blocks
         table: list[list[int]] = self._reader.states(step.slots, before + ring * pages).tolist()
         ends = (step.starts + step.counts).tolist()
-        for page in range(pages):
-            rows = [
-                [row[before + number % ring * pages + page] for number in range(-(-end // settings.block_size))]
-                for row, end in zip(table, ends, strict=True)
-            ]
+        return [
+            [row[before + number % ring * pages + page] for number in range(-(-end // settings.block_size))]
+            for row, end in zip(table, ends, strict=True)
+        ]
+
+    def _tainted(self, step: Step, rows: list[list[int]]) -> list[int]:
+        """Return the rows that read what was not found on the host. Their results do not count."""
+        assert self._reader is not None
+        settings, memory, starts = self._host.settings, self._memory, step.starts.tolist()
+        found = {row for row, start in enumerate(starts) if memory.is_spoiled(rows[row], 0, start)}
+        for page in range(settings.window_pages):
+            for row, (ids, start) in enumerate(zip(self._window_rows(step, page), starts, strict=True)):
+                if memory.is_spoiled(ids, max(0, start + 1 - settings.window), start):
+                    found.add(row)
+        if settings.state_blocks:
+            states = self._reader.states(step.slots, settings.state_blocks).tolist()
+            found.update(
+                row for row, start in enumerate(starts) if start and SPOILED_PAGE in memory.states(states[row])
+            )
+        return sorted(found)
+
+    def _spoil_parts(self, step: Step, tainted: list[int]) -> None:
+        """Mark what tainted rows have written for layers with a window, and their states."""
+        assert self._reader is not None
+        settings, memory, starts = self._host.settings, self._memory, step.starts.tolist()
+        ends = (step.starts + step.counts).tolist()
+        for page in range(settings.window_pages):
+            ids = self._window_rows(step, page)
+            for row in tainted:
+                memory.spoil(ids[row], starts[row], ends[row])
+        if settings.state_blocks:
+            states = self._reader.states(step.slots, settings.state_blocks).tolist()
+            for row in tainted:
+                memory.spoil_state(states[row])
+
+    def _through_windows(self, step: Step, tokens: list[int], found: list[list[int]], counting: list[bool]) -> None:
+        """Write the tokens for the layers with a window, and check all that these layers see."""
+        settings, memory, starts = self._host.settings, self._memory, step.starts.tolist()
+        ends = (step.starts + step.counts).tolist()
+        for page in range(settings.window_pages):
+            rows = self._window_rows(step, page)
             memory.write(zip(rows, starts, ends, strict=True), tokens, page)
             for ids, start, text, counts in zip(rows, starts, found, counting, strict=True):
                 if counts:
