@@ -54,7 +54,7 @@ def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
     from kvforge.protocol.errors import InvalidConfiguration
     from kvforge.worker.device.device import open_device
     from kvforge.worker.loading.load import load_model
-    from kvforge.worker.step.memory import weight_bytes
+    from kvforge.worker.loading.weight_bytes import weight_bytes
 
     before = resident()
     device = open_device("cpu")

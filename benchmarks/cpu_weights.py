@@ -28,7 +28,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.memory import weight_bytes
+from kvforge.worker.loading.weight_bytes import weight_bytes
 
 KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "int8"), ("bfloat16", "auto"))
 TEXTS = ("LICENSE", "ARCHITECTURE.md")

@@ -51,6 +51,7 @@ class PagedBatch:
         is_window: Whether it is one of these.
         leader: For these, the first of them: they differ in tables and slots only. None for the first, and for other
             batches.
+        beside: The batch of the same rows for a draft model's pool; None: that reads this one, or there is none.
         shares_reads: Whether launches over a static batch read what rows have in common once, where they can: a graph
             without shared reads costs less. Other batches are looked at in each step.
         plans: Data that implementations derive from the above; cleared at each refill.
@@ -70,6 +71,7 @@ class PagedBatch:
     windows: tuple[PagedBatch, ...] = ()
     is_window: bool = False
     leader: PagedBatch | None = None
+    beside: PagedBatch | None = None
     shares_reads: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)

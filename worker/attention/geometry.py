@@ -8,6 +8,9 @@ instead. In a model with windows, a page has the K and V of as many layers as at
 these layers is one page; a block of the others is `window_pages` pages, which the sequence gives up once no later
 token can see them. So both kinds share one pool.
 
+With a draft model, each block has the K and V of that model too (`KvGeometry.beside`), in layer-major memory of its
+own.
+
 Invariant: every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound.
 """
 
@@ -23,6 +26,8 @@ from kvforge.protocol.errors import InvalidConfiguration
 from .states import StateLayout, StateTensor
 
 BYTES_MAX = 2**63 - 1
+# Rows that one proposal of a draft model serves, and the most tokens of each. Its scratch blocks are for this many.
+DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX = 64, 16
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class KvGeometry:
         block_size: Tokens per block.
         kv_dtype: A name in `KV_DTYPES`.
         states: The recurrent state of a sequence, for models that have one.
+        beside: The layout of the draft model's K and V in the same blocks; None without a draft model. It is
+            layer-major, and has the same block size.
 
     With states or windows, all layers have the same shape, apart from their windows. With states they have memory of
     their own. All windows are equal, and at least one layer has none.
@@ -96,6 +103,7 @@ class KvGeometry:
     block_size: int
     kv_dtype: str
     states: tuple[StateTensor, ...] = ()
+    beside: KvGeometry | None = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -121,6 +129,8 @@ class KvGeometry:
                 raise InvalidConfiguration("shared_with", problem)
         if self.is_paged:
             self._check_pages()
+        if self.beside is not None:
+            self._check_beside(self.beside)
         if self.bytes_per_block > BYTES_MAX:
             raise InvalidConfiguration("bytes_per_block", f"{self.bytes_per_block} does not fit in 64 bits")
         if self.states:
@@ -139,6 +149,28 @@ class KvGeometry:
             if alike != first:
                 problem = f"layer {index} is {shape}, the first {self.layers[0]}: {reason} needs equal layers"
                 raise InvalidConfiguration("layers", problem)
+
+    def _check_beside(self, beside: KvGeometry) -> None:
+        """Check that a draft model's K and V fit into the same blocks."""
+        if beside.block_size != self.block_size:
+            problem = f"the draft model has {beside.block_size} tokens of a block, the model {self.block_size}"
+            raise InvalidConfiguration("block_size", problem)
+        if self.states or beside.is_paged or beside.beside is not None:
+            problem = "has recurrent states" if self.states else "of a draft model is page-major, or has another"
+            raise InvalidConfiguration("beside", f"the geometry {problem}: expected one without states and windows")
+
+    @property
+    def scratch_blocks(self) -> int:
+        """Blocks that a draft model alone has behind those of the pool; 0 without one.
+
+        Drafted tokens behind the last block of their row have their K and V there: no sequence owns these.
+        """
+        return DRAFT_ROWS_MAX * self.scratch_per_row if self.beside is not None else 0
+
+    @property
+    def scratch_per_row(self) -> int:
+        """Scratch blocks of one row that a draft model proposes for."""
+        return -(-DRAFT_TOKENS_MAX // self.block_size)
 
     @property
     def window(self) -> int:
@@ -228,21 +260,26 @@ class KvGeometry:
         that keep a window add nothing either: a block of theirs is `window_pages` blocks.
 
         For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
-        (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
+        (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes. A draft
+        model's bytes are added.
         """
         dtype = self.dtype
         own = self._owners(0)
         per_token = sum(s.stored * s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
-        return per_token * self.block_size
+        return per_token * self.block_size + (0 if self.beside is None else self.beside.bytes_per_block)
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return 0 if self.beside is None else self.scratch_blocks * self.beside.bytes_per_block
 
     def bytes_for(self, blocks: int) -> int:
-        """Return the bytes of a pool of `blocks` blocks, and of its spare one.
+        """Return the bytes of a pool of `blocks` blocks, of its spare one, and of a draft model's scratch blocks.
 
         Raises:
             InvalidConfiguration: Names `blocks`.
         """
         require_positive("blocks", blocks)
-        total = (blocks + self.spare_blocks) * self.bytes_per_block
+        total = (blocks + self.spare_blocks) * self.bytes_per_block + self._scratch_bytes
         if total > BYTES_MAX:
             raise InvalidConfiguration("blocks", f"{blocks} blocks take {total} bytes, which do not fit in 64 bits")
         return total
@@ -254,9 +291,12 @@ class KvGeometry:
             InvalidConfiguration: Not even one fits.
         """
         require_positive("memory_bytes", memory_bytes)
-        blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block - self.spare_blocks
+        left = min(memory_bytes, BYTES_MAX) - self._scratch_bytes
+        blocks = left // self.bytes_per_block - self.spare_blocks
         if blocks < 1:
             spare = " and a spare one" * self.spare_blocks
+            if self.beside is not None:
+                spare += f" beside {self._scratch_bytes} bytes of the draft model's scratch blocks"
             problem = f"{memory_bytes} bytes hold no block{spare}; one takes {self.bytes_per_block}"
             raise InvalidConfiguration("memory_bytes", problem)
         return blocks

@@ -48,10 +48,12 @@ class MixedPlaces:
     Attributes:
         own: Of the batches themselves.
         windows: Of their batches for layers that keep a window, one for each page of a block.
+        beside: Of their batches for a draft model; None if it reads the batches themselves, or there is none.
     """
 
     own: StaticPlaces
     windows: tuple[StaticPlaces, ...] = ()
+    beside: MixedPlaces | None = None
 
 
 @dataclass(eq=False)

@@ -41,6 +41,7 @@ class KvPool:
         layers: One KvLayer per layer; layers that share memory have the same one.
         parts: Of each layer: 0, or 1 + the page that it has of a block of the layers that keep a window.
         states: The recurrent states of sequences; None for a model without them.
+        beside: The draft model's K and V of the same blocks, and its scratch blocks behind them; None without one.
 
     Raises:
         InvalidConfiguration: The size is invalid.
@@ -60,16 +61,18 @@ class KvPool:
         self.layers: list[KvLayer] = []
         self.parts = [part for part, _ in geometry.places] if geometry.is_paged else [0] * len(geometry.layers)
         self.states: StatePages | None = None
+        self.beside: KvPool | None = None
         self._pages: tuple[
             torch.Tensor, ...
         ] = ()  # [blocks and a spare one, entries, block_size, ...]: numbers, scales
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
             if geometry.is_paged:
                 self._allocate_pages()
-                return
-            for shape in geometry.layers:
+            for shape in () if geometry.is_paged else geometry.layers:
                 shared = shape.shared_with
                 self.layers.append(self._allocate(shape) if shared is None else self.layers[shared])
+        if geometry.beside is not None:
+            self.beside = KvPool(geometry.beside, blocks + geometry.scratch_blocks, device)
 
     def _allocate_pages(self) -> None:
         """Allocate page-major memory.
@@ -141,7 +144,14 @@ class KvPool:
             base, lowered = self._lowered(windows, batch.starts, batch.lengths)
             own = (batch.starts - base).astype(np.int32), *own[1:]
             batch.windows = _led([PagedBatch.build(each, *own) for each in lowered])
+        if self._besides_apart is not None:
+            batch.beside = self._besides_apart.batch(tables, starts, counts, generated)
         return batch
+
+    @property
+    def _besides_apart(self) -> KvPool | None:
+        """Return the draft model's pool if its layers cannot read this pool's batches: page-major tables are scaled."""
+        return self.beside if self.geometry.is_paged else None
 
     def static_batch(self, rows: int, width: int, shared: PagedBatch | None = None, extra: int = 0) -> PagedBatch:
         """Make a static batch over this pool; see `PagedBatch.static`.
@@ -158,6 +168,8 @@ class KvPool:
             lowered = min(lowered_width(window, self.block_size), width)
             others = [None] * self.geometry.window_pages if shared is None else list(shared.windows)
             batch.windows = _led([PagedBatch.static(rows, lowered, *own[1:], each) for each in others])
+        if self._besides_apart is not None:
+            batch.beside = self._besides_apart.static_batch(rows, width, None if shared is None else shared.beside)
         return batch
 
     def fill(
@@ -179,6 +191,9 @@ class KvPool:
                 batch.states[: len(states)] = states
             extra = np.concatenate([np.zeros(0, np.int32) if extra is None else extra, batch.states.reshape(-1)])
         batch.fill(self._scaled(tables), lengths, extra)
+        if self._besides_apart is not None:
+            assert batch.beside is not None, "a batch of another pool"
+            self._besides_apart.fill(batch.beside, tables, lengths)
         if not batch.windows:
             return
         if windows is None or not len(lengths):
@@ -194,11 +209,14 @@ class KvPool:
         """Allocate the memory of `mixed_batch`; see `MixedBatch.places`."""
         geometry = self.geometry
         own = MixedBatch.places(largest, width, self.device, extra + geometry.state_blocks * largest.rows)
+        beside = None
+        if self._besides_apart is not None:
+            beside = self._besides_apart.mixed_places(largest, width, 0)
         if not geometry.window:
             return MixedPlaces(own)
         lowered = lowered_width(geometry.window, self.block_size) - (-largest.prompt_tokens // self.block_size)
         each = [MixedBatch.places(largest, min(lowered, width), self.device, 0) for _ in range(geometry.window_pages)]
-        return MixedPlaces(own, tuple(each))
+        return MixedPlaces(own, tuple(each), beside)
 
     def mixed_batch(self, size: MixedSize, places: MixedPlaces, extra: int) -> MixedBatch:
         """Make a static batch of prompt rows and decodes over this pool; see `MixedBatch.mixed`.
@@ -211,6 +229,9 @@ class KvPool:
             batch.states = self._spare_pages(size.rows)
             batch.state_pages = batch.extra_on_device[extra:].view(size.rows, pages)
         batch.windows = _led([MixedBatch.mixed(size, *own, each, 0) for each in places.windows])
+        if self._besides_apart is not None:
+            assert places.beside is not None, "places of another pool"
+            batch.beside = self._besides_apart.mixed_batch(size, places.beside, 0)
         return batch
 
     def refill_mixed(
@@ -234,6 +255,9 @@ class KvPool:
                 batch.states[batch.row_places(len(starts), decodes)] = states
             extra = np.concatenate([extra, batch.states.reshape(-1)])
         batch.refill(self._scaled(tables), starts, counts, decodes, extra)
+        if self._besides_apart is not None:
+            assert isinstance(batch.beside, MixedBatch), "a batch of another pool"
+            self._besides_apart.refill_mixed(batch.beside, tables, starts, counts, decodes, np.zeros(0, np.int32))
         if not batch.windows:
             return
         lowered: Iterable[npt.NDArray[np.int32]] = [tables] * len(batch.windows)  # without rows
@@ -266,7 +290,7 @@ class KvPool:
         return base, lowered_tables(windows, starts, ends, base, *own, self.geometry.entries_per_block)
 
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
-        """Copy the first slots of blocks, K and V in every layer, with their scales.
+        """Copy the first slots of blocks, K and V in every layer, with their scales, and those of a draft model.
 
         A copy of `block_size` tokens copies all bytes of a block, also of one that holds a part of a state.
 
@@ -276,6 +300,8 @@ class KvPool:
         """
         if len(copies) == 0:
             return
+        if self.beside is not None:
+            self.beside.copy_blocks(copies)
         if len(copies) <= SLICED_COPIES_MAX:
             self._copy_slices(copies.tolist())
             return
@@ -290,7 +316,7 @@ class KvPool:
             return
         source_slots = self.device.upload(sources[rows] * self.block_size + offsets)
         target_slots = self.device.upload(targets[rows] * self.block_size + offsets)
-        for cache in self.tensors():
+        for cache in self._own_tensors():
             slots = as_bytes(cache).view(-1, *cache.shape[2:])
             slots[target_slots] = slots[source_slots]
 
@@ -299,7 +325,7 @@ class KvPool:
         slots = (slice(None),) if self._pages else ()  # a page has the slots of every layer
         pairs = [
             (held[(target, *slots, slice(tokens))], held[(source, *slots, slice(tokens))])
-            for held in (cache.view(torch.uint8) for cache in self.tensors())
+            for held in (cache.view(torch.uint8) for cache in self._own_tensors())
             for source, target, tokens in copies
             if tokens
         ]
@@ -321,11 +347,21 @@ class KvPool:
 
     def close(self) -> None:
         """Return the memory to the device. Closing twice is harmless."""
+        if self.beside is not None:
+            self.beside.close()
         self.layers, self.states, self._pages = [], None, ()
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Yield every tensor of the pool once: [blocks, block_size, ...] each, or pages [blocks, entries, ...]."""
+        """Yield every tensor of the pool once: [blocks, block_size, ...] each, or pages [blocks, entries, ...].
+
+        Those of a draft model follow, without its scratch blocks.
+        """
+        yield from self._own_tensors()
+        if self.beside is not None:
+            yield from (each[: self.blocks] for each in self.beside.tensors())
+
+    def _own_tensors(self) -> Iterable[torch.Tensor]:
         if self._pages:
             yield from self._pages
             return

@@ -104,6 +104,7 @@ class LoadedModel:
         unsteady: Why a row's bits may depend on other rows; "" if they do not.
         ranks: The group of ranks that compute the model together. All ranks make every pass in the same order.
         prompt_chunk: Chunks of a prompt begin and end at multiples of this many tokens (see `mixers`).
+        draft: The draft model. Each pass writes its K and V of the same tokens too, into `KvPool.beside`.
     """
 
     info: ModelInfo
@@ -118,6 +119,7 @@ class LoadedModel:
     unsteady: str = ""
     ranks: Ranks | None = None
     prompt_chunk: int = 1
+    draft: LoadedModel | None = None
 
     @property
     def wants_kinds(self) -> bool:
@@ -161,6 +163,7 @@ class LoadedModel:
         Raises:
             RuntimeError: torch failed.
         """
+        self.write_draft(token_ids, positions, batch, pool)
         wanted, logit_tokens = len(logit_tokens), self._padded(logit_tokens)
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
@@ -198,6 +201,7 @@ class LoadedModel:
                 for part in parts:
                     yield self.forward(token_ids, positions, part, batch, pool)
             return
+        self.write_draft(token_ids, positions, batch, pool)
         hidden = self.fused.hidden(token_ids, positions, batch, pool)
         for part in parts:
             yield self.fused.logits(hidden.index_select(0, self._padded(part)))[: len(part)]
@@ -231,11 +235,42 @@ class LoadedModel:
         Returns:
             The logits.
         """
+        self.write_draft(token_ids, positions, batch, pool)
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, None, batch, pool, logits)
         every = torch.arange(len(token_ids), device=token_ids.device)
         found = self._through_transformers(token_ids, positions, every, batch, pool)
         return found if logits is None else logits.copy_(found)
+
+    def write_draft(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
+        """Write the draft model's K and V of a pass's tokens; without a draft model do nothing.
+
+        `forward`, `forward_by_parts` and `decode` do so. See these for the arguments.
+        """
+        if self.draft is None:
+            return
+        assert pool.beside is not None, "the pool was made without the draft model"
+        if self.draft.info.context_tokens_max < self.info.context_tokens_max:
+            positions = positions.clamp(max=self.draft.info.context_tokens_max - 1)  # nothing is drafted beyond
+        self.draft.write(token_ids, positions, batch.beside or batch, pool.beside)
+
+    @torch.inference_mode()
+    def write(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
+        """Run one pass as `forward` does, for its K and V alone.
+
+        Args:
+            token_ids: [tokens] int64 on the device.
+            positions: [tokens] int64 on the device.
+            batch: Structure of the batch.
+            pool: The KV pool.
+
+        Raises:
+            RuntimeError: torch failed.
+        """
+        if self.fused is not None:
+            self.fused.hidden(token_ids, positions, batch, pool)
+        else:
+            self._through_transformers(token_ids, positions, torch.zeros_like(token_ids[:1]), batch, pool)
 
     def packed_weights(self) -> Iterator[torch.Tensor]:
         """Yield the packed or quantised weights, which are not tensors of the module."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -22,8 +21,8 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.windows import WindowLimits, WindowTables
 from kvforge.worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from kvforge.worker.device.device import Device
-from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.weight_bytes import weight_bytes
 
 from .graphs import bucket_sizes
 from .host_transfers import buffer_bytes
@@ -84,13 +83,6 @@ class MemoryAccounts:
         return DeviceBytes(self.weights, pool.bytes, self.graphs, other, free, self._device.total_bytes())
 
 
-def weight_bytes(model: LoadedModel) -> int:
-    """Return the bytes of parameters, buffers and packed weights. A tensor that layers share counts once."""
-    tensors = chain(model.module.parameters(), model.module.buffers())
-    plain = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-    return plain + sum(map(stored_bytes, model.packed_weights()))
-
-
 def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
     """Refuse a KV pool that is larger than all memory there is, before a model is loaded.
 
@@ -101,6 +93,17 @@ def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
     if config.kv_bytes > total:
         problem = f"{config.kv_bytes} is more than all {total} bytes of memory of {device.name}"
         raise InvalidConfiguration("kv_bytes", f"{problem}: give less, or leave it out")
+
+
+def check_drafts(config: WorkerConfig, welcome: WorkerWelcome) -> None:
+    """Refuse a draft model where no step verifies drafts: it would take memory and time for nothing.
+
+    Raises:
+        InvalidConfiguration: Names `draft_model`.
+    """
+    if config.draft_model and not welcome.drafts_max:
+        problem = f"{config.draft_model!r}, but the coordinator's schedule.drafts_max is 0: set it to 4 or so"
+        raise InvalidConfiguration("draft_model", f"{problem}, or leave draft_model out")
 
 
 def check_states(model: LoadedModel, welcome: WorkerWelcome) -> None:

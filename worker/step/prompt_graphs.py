@@ -253,6 +253,7 @@ class PromptGraphs:
             inputs = batch.extra_on_device
             fed = state.feed(inputs[:tokens_end].view(TOKEN_INPUTS, size.tokens))
             slots, wanted, ends = inputs[tokens_end:rows_end].view(ROW_INPUTS, size.rows).long().unbind()
+            model.write_draft(fed[0], fed[2], batch, self._pool)
             left[:] = [fused.forward(fed[0], fed[2], ends, batch, self._pool)]
             state.sample_simple(left[0], slots, wanted, results)
 
@@ -310,6 +311,8 @@ def can_capture(model: LoadedModel, pool: KvPool) -> bool:
     if fused is None or not model.can_be_captured:
         return False
     if geometry.dtype.scale_bytes or any(shape.latent for shape in geometry.layers):
+        return False
+    if model.draft is not None and (pool.beside is None or not can_capture(model.draft, pool.beside)):
         return False
     return all(layer.mixer is None or layer.mixer.runs_prompts(fused.operations, model.dtype) for layer in fused.layers)
 

@@ -15,7 +15,8 @@ import torch
 
 from kvforge import worker
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.worker.attention.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
+from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
+from kvforge.worker.attention.pool import KV_DTYPES, SLICED_COPIES_MAX, KvGeometry, KvPool, LayerShape
 from kvforge.worker.device.device import Device, open_device
 
 ONES: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 1, "block_size": 1, "kv_dtype": "float32"}
@@ -250,3 +251,57 @@ def test_upload_never_shares_memory(cpu: Device) -> None:
     tensor = cpu.upload(array)
     array[0] = 9
     assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def beside(kv_dtype: str = "float32", **fields: Any) -> tuple[KvGeometry, KvGeometry]:
+    """Return the geometries of a draft model, and of a model with it."""
+    draft = KvGeometry((LayerShape(1, 8),), 4, kv_dtype)
+    return draft, KvGeometry((LayerShape(2, 16),) * 3, 4, kv_dtype, beside=draft, **fields)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_a_draft_model_has_memory_of_each_block_and_scratch_blocks(kv_dtype: str, cpu: Device) -> None:
+    draft, both = beside(kv_dtype)
+    alone = replace(both, beside=None)
+    assert both.bytes_per_block == alone.bytes_per_block + draft.bytes_per_block
+    scratch = DRAFT_ROWS_MAX * DRAFT_TOKENS_MAX // 4
+    assert (both.scratch_blocks, both.scratch_per_row, alone.scratch_blocks) == (scratch, 4, 0)
+    assert both.bytes_for(5) == 5 * both.bytes_per_block + scratch * draft.bytes_per_block
+    assert both.blocks_for(both.bytes_for(5)) == 5 == both.blocks_for(both.bytes_for(6) - 1)
+    words = r"hold no block beside .* bytes of the draft model's scratch blocks"
+    with pytest.raises(InvalidConfiguration, match=words):
+        both.blocks_for(both.bytes_for(1) - 1)
+    pool = KvPool(both, 5, cpu)
+    assert pool.beside is not None
+    assert (pool.beside.blocks, pool.bytes) == (5 + scratch, both.bytes_for(5))
+    assert {len(tensor) for tensor in pool.tensors()} == {5}
+    assert sum(each.numel() * each.itemsize for each in pool.tensors()) == 5 * both.bytes_per_block
+    pool.close()
+    assert not [*pool.tensors()]
+
+
+@pytest.mark.parametrize("copies", [1, SLICED_COPIES_MAX + 1])
+def test_copies_and_zeros_reach_the_draft_models_layers(copies: int, cpu: Device) -> None:
+    pool = KvPool(beside()[1], 2 * copies, cpu)
+    for tensor in pool.tensors():
+        tensor.copy_(1 + torch.arange(tensor.numel()).view(tensor.shape))
+    before = [tensor.clone() for tensor in pool.tensors()]
+    ids = np.arange(copies, dtype=np.int32)
+    pool.copy_blocks(np.stack((ids, ids + np.int32(copies), np.full_like(ids, 3)), 1))
+    for tensor, old in zip(pool.tensors(), before, strict=True):
+        assert torch.equal(tensor[copies:, :3], old[:copies, :3])
+        assert torch.equal(tensor[copies:, 3], old[copies:, 3])
+    pool.zero_blocks(ids)
+    assert not any(bool(tensor[:copies].any()) or not bool(tensor[copies:].all()) for tensor in pool.tensors())
+    pool.close()
+
+
+def test_a_draft_model_needs_the_same_blocks() -> None:
+    draft = KvGeometry((LayerShape(1, 8),), 8, "float32")
+    with pytest.raises(InvalidConfiguration, match="has 8 tokens of a block, the model 4") as caught:
+        KvGeometry((LayerShape(1, 8),), 4, "float32", beside=draft)
+    assert caught.value.field == "block_size"
+    window = KvGeometry((LayerShape(1, 8), LayerShape(1, 8, window=4)), 4, "float32")
+    with pytest.raises(InvalidConfiguration, match="is page-major"):
+        KvGeometry((LayerShape(1, 8),), 4, "float32", beside=window)
+    assert KvGeometry(window.layers, 4, "float32", beside=beside()[0]).is_paged

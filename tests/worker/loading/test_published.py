@@ -36,8 +36,8 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.published import parse_format
 from kvforge.worker.loading.quantised_reader import Published
 from kvforge.worker.loading.source import find_source
+from kvforge.worker.loading.weight_bytes import weight_bytes
 from kvforge.worker.sampling import selftest as sampling_selftest
-from kvforge.worker.step.memory import weight_bytes
 from tests.worker.loading.published_models import CASES, Case, Weights, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -26,7 +26,7 @@ from kvforge.worker.loading.determinism import make_batch_invariant
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.row_independence import PackedLinear, SteadyLinear, make_rows_steady
-from kvforge.worker.step.memory import weight_bytes
+from kvforge.worker.loading.weight_bytes import weight_bytes
 from tests.worker.loading.test_architectures import ARCHITECTURES
 
 FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", "mistral", "smollm3 without positions")

@@ -17,6 +17,7 @@ from kvforge.worker.config import CPU_KV_BYTES, WorkerConfig
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.packed import stored_bytes
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.weight_bytes import weight_bytes
 from kvforge.worker.step import memory
 from kvforge.worker.step.engine import Engine
 from kvforge.worker.step.runner import ModelRunner
@@ -159,7 +160,7 @@ def test_a_weight_that_two_layers_share_is_counted_once(tiny: Callable[..., Load
     untied, tied = (tiny("llama", tie_word_embeddings=tie, kernels=False) for tie in (False, True))
     head = untied.module.get_output_embeddings().weight
     assert head.nbytes == untied.vocab_size * untied.module.config.hidden_size * 4
-    assert memory.weight_bytes(untied) - memory.weight_bytes(tied) == head.nbytes
+    assert weight_bytes(untied) - weight_bytes(tied) == head.nbytes
 
 
 @pytest.fixture
