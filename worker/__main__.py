@@ -51,7 +51,7 @@ from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 from .bytecode import keep_bytecode
 from .config import WorkerConfig, load_config
 from .cores import CoreShare, choose
-from .model_path import find_model
+from .model_path import find_draft_model, find_model
 from .page_cache import PageCacheReader
 from .startup import StartupTimeline
 
@@ -69,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
         # torch creates this folder on import, in /tmp by default. Compiled code belongs in kvforge's cache.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         model = find_model(config)
+        find_draft_model(config)
         if options.check:
             return _check(config, model)
         with closing(CoreShare(config.runtime_path, config.name)) as place:

@@ -35,6 +35,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         name: Unique among the coordinator's workers. All ranks of one worker share it.
         model: A path, or the name of a fetched model.
+        draft_model: The same of a draft model: a small model with the same vocabulary, which drafts the next tokens
+            (see docs/drafts.md). It needs `schedule.drafts_max` of the coordinator. "": none.
         runtime_dir: Folder of the coordinator's sockets.
         endpoint: `tcp://HOST:PORT` for a coordinator behind a network; "" for the socket in `runtime_dir`.
             The coordinator's shared tables must be visible at the same path (for a container: mount their folder).
@@ -94,6 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: str
     model: str
+    draft_model: str = ""
     runtime_dir: str = ""
     endpoint: str = ""
     server_key: str = ""
@@ -163,6 +166,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.expert_parallel and self.ranks == 1:
             problem = "true, but ranks is 1; set ranks (--tensor-parallel) to 2 or more"
             raise InvalidConfiguration("expert_parallel", problem)
+        if self.draft_model and self.ranks > 1:
+            problem = f"{self.draft_model!r}, but ranks is {self.ranks}: leave it out, or set ranks to 1"
+            raise InvalidConfiguration("draft_model", problem)
         if self.host_bytes and self.ranks > 1:
             raise InvalidConfiguration("host_bytes", f"{self.host_bytes}, but ranks is {self.ranks}: set it to 0")
         if self.disk_bytes and not self.host_bytes:

@@ -1,4 +1,4 @@
-"""Locate a worker's model without importing torch, so that file problems show before that slow import."""
+"""Locate a worker's models without importing torch, so that file problems show before that slow import."""
 
 from __future__ import annotations
 
@@ -24,14 +24,23 @@ def find_model(config: WorkerConfig) -> str:
         ModelNotFound: There is no such model, or its files cannot be read.
         UnsupportedModel: A file is damaged or missing.
     """
-    path = Path(config.model).expanduser()
-    if config.load_format == "dummy":
-        return config.model
+    return _find(config.model, config.load_format)
+
+
+def find_draft_model(config: WorkerConfig) -> str:
+    """Locate the configured draft model, as `find_model` does; "" if none is configured."""
+    return _find(config.draft_model, config.load_format) if config.draft_model else ""
+
+
+def _find(model: str, load_format: str) -> str:
+    path = Path(model).expanduser()
+    if load_format == "dummy":
+        return model
     if not path.exists():
-        return str(find(config.model))
-    if config.load_format in ("auto", "gguf", "safetensors"):  # load_model rejects an unknown format
+        return str(find(model))
+    if load_format in ("auto", "gguf", "safetensors"):  # load_model rejects an unknown format
         try:
-            check_files(find_files(path, config.model, config.load_format))
+            check_files(find_files(path, model, load_format))
         except OSError as error:
-            raise ModelNotFound(config.model, f"cannot be read: {error}") from error
-    return config.model
+            raise ModelNotFound(model, f"cannot be read: {error}") from error
+    return model

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +59,29 @@ class Proposals:
 NO_PROPOSALS = Proposals(NO_INT32, NO_INT32, NO_INT32)
 
 
+@dataclass(frozen=True)
+class RowEnd:
+    """Where the answer of a slot goes on.
+
+    Attributes:
+        token: The last token of the answer.
+        position: Its position: its K and V are not computed yet.
+        table: [blocks] int32, the blocks that the row has, pool-local. It may write behind `position` in the last one.
+        drafted: Drafts that the step verified for the slot.
+        accepted: How many of these became tokens.
+    """
+
+    token: int
+    position: int
+    table: Int32Array
+    drafted: int = 0
+    accepted: int = 0
+
+
+RowEnds = Mapping[int, RowEnd]  # by slot
+NO_ENDS: RowEnds = MappingProxyType({})
+
+
 class Drafter(Protocol):
     """Proposes the next tokens of each slot. Not thread-safe.
 
@@ -82,8 +106,14 @@ class Drafter(Protocol):
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; a slot without proposals is ignored."""
 
-    def propose(self, slots: Sequence[int]) -> Proposals:
-        """Propose the next tokens of each of the slots."""
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:
+        """Propose the next tokens of each of the slots.
+
+        Args:
+            slots: The slots.
+            ends: Where their answers go on; a drafter without a model ignores it. A slot that is missing has a row in
+                flight, or failed.
+        """
 
     def forget(self) -> None:
         """Forget every slot."""

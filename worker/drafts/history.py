@@ -49,7 +49,7 @@ class History:
         self.count += 1
         self._look_at_end()
 
-    def following(self, others: Sequence[History] = ()) -> list[int]:
+    def following(self, others: Sequence[History] = (), run_min: int = 0) -> list[int]:
         """Return the tokens that followed the latest earlier occurrence of the last tokens; none without one.
 
         The last three tokens are looked up first: in this history, then in the others; then the last two, in this
@@ -58,10 +58,11 @@ class History:
 
         Args:
             others: Histories of other requests, in the order in which they are searched.
+            run_min: The fewest last tokens to look up.
         """
         longest, *shorter = zip(LENGTHS, self._mixed, strict=True)
         for length, mixed in (longest, *shorter):
-            if mixed == NONE:
+            if mixed == NONE or length < run_min:
                 continue
             run = self._last[-length:]
             place = self._behind(run, mixed)

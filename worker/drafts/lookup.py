@@ -12,7 +12,7 @@ import numpy as np
 
 from kvforge.protocol.messages import Int32Array
 
-from .drafter import DrafterCosts, Proposals
+from .drafter import NO_ENDS, DrafterCosts, Proposals, RowEnds
 from .history import TOKEN_BYTES, History
 from .recent import RECENT_BYTES_MAX, RecentHistories
 
@@ -69,14 +69,23 @@ class LookupDrafter:
             for token in tokens:
                 history.append(token)
 
-    def propose(self, slots: Sequence[int]) -> Proposals:
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:  # noqa: ARG002
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
+        return Proposals.of(self.found(slots))
+
+    def found(self, slots: Sequence[int], run_min: int = 0) -> dict[int, list[int]]:
+        """Return the proposed tokens of each of the slots that have some.
+
+        Args:
+            slots: The slots.
+            run_min: The fewest last tokens that must have occurred before.
+        """
         drafts: dict[int, list[int]] = {}
         for slot in slots:
             if slot in self._of:
                 shared, history = self._of[slot]
-                drafts[slot] = history.following(self._recent.others(shared, history) if shared else ())
-        return Proposals.of(drafts)
+                drafts[slot] = history.following(self._recent.others(shared, history) if shared else (), run_min)
+        return {slot: tokens for slot, tokens in drafts.items() if tokens}
 
     def forget(self) -> None:
         """Forget every slot and every request that has ended."""

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from typing import Any
 
 import torch
 
@@ -23,10 +24,12 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import Progress
+from kvforge.worker.loading.draft_model import join_draft_model
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
-from kvforge.worker.model_path import find_model
+from kvforge.worker.loading.weight_bytes import weight_bytes
+from kvforge.worker.model_path import find_draft_model, find_model
 
 from .disk_opening import open_disk_tier
 from .graphs import CAPTURE_S
@@ -34,12 +37,12 @@ from .host_opening import open_host_tier
 from .memory import (
     DeviceBytes,
     MemoryAccounts,
+    check_drafts,
     check_kv_bytes,
     check_states,
     make_runner,
     pool_blocks,
     ring_blocks,
-    weight_bytes,
     window_limits,
 )
 from .prompt_graphs import START_S
@@ -95,26 +98,11 @@ class Engine:
             compilation.listen()
             progress = _noting(progress, compilation)
         check_kv_bytes(config, self.device)
+        check_drafts(config, welcome)
         self._accounts = MemoryAccounts(self.device)
         self._progress = progress
         self.ranks = self._meet(meeting)
-        self.model: LoadedModel = load_model(
-            find_model(config),
-            load_format=config.load_format,
-            dtype=config.dtype,
-            weight_dtype=config.weight_dtype,
-            device=self.device,
-            block_size=welcome.block_size,
-            kv_dtype=config.kv_dtype,
-            state_dtype=config.state_dtype,
-            attention=config.attention,
-            progress=progress,
-            seed=config.seed,
-            context_tokens_max=config.context_tokens_max,
-            ranks=self.ranks,
-            expert_parallel=config.expert_parallel,
-            windows=window_limits(welcome),
-        )
+        self.model: LoadedModel = self._load(welcome)
         check_states(self.model, welcome)
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
@@ -148,6 +136,7 @@ class Engine:
 
         Raises:
             ProtocolError: The coordinator's block size differs from the pool's.
+            InvalidConfiguration: There is a draft model, and the coordinator verifies no drafts.
             KvforgeError: As raised by ModelRunner.
         """
         if self.model.geometry.block_size != welcome.block_size:
@@ -155,6 +144,7 @@ class Engine:
                 f"the coordinator's block size is {welcome.block_size}, but this worker's pool was made for "
                 f"{self.model.geometry.block_size}: restart the worker"
             )
+        check_drafts(self.config, welcome)
         check_states(self.model, welcome)
         self.ring_blocks = ring_blocks(self.model, welcome)
         if _limits(welcome) == self._limits:
@@ -187,6 +177,9 @@ class Engine:
     def kernels(self) -> dict[str, str]:
         """Describe the kernels in use, by purpose, for people."""
         kernels = serving_kernels(self.model)
+        if self.model.draft is not None:
+            info = self.model.draft.info
+            kernels["drafts"] = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
         if self._cores is not None and self.device.computes_on_cores:
             kernels["threads"] = self._cores.describe()
         return kernels
@@ -211,6 +204,40 @@ class Engine:
                     self.host.close()
         if self.ranks is not None:
             self.ranks.close()
+
+    def _load(self, welcome: WorkerWelcome) -> LoadedModel:
+        """Load the model, and the draft model if there is one."""
+        config = self.config
+        shared: dict[str, Any] = {
+            "load_format": config.load_format,
+            "dtype": config.dtype,
+            "weight_dtype": config.weight_dtype,
+            "device": self.device,
+            "block_size": welcome.block_size,
+            "kv_dtype": config.kv_dtype,
+            "attention": config.attention,
+            "seed": config.seed,
+        }
+        model = load_model(
+            find_model(config),
+            **shared,
+            progress=self._progress,
+            state_dtype=config.state_dtype,
+            context_tokens_max=config.context_tokens_max,
+            ranks=self.ranks,
+            expert_parallel=config.expert_parallel,
+            windows=window_limits(welcome),
+        )
+        if not config.draft_model:
+            return model
+        # Its layers keep all tokens: a block of theirs is a block of the layers without a window.
+        draft = load_model(
+            find_draft_model(config),
+            **shared,
+            progress=lambda phase, fraction: self._progress(f"draft model: {phase}", fraction),
+        )
+        log.info("draft model: %s in %s, weights in %s", draft.info.name, draft.info.dtype, draft.info.weight_dtype)
+        return join_draft_model(model, draft)
 
     def _meet(self, meeting: str) -> Ranks | None:
         """Return the process group once all ranks have joined.

@@ -67,7 +67,17 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
         "attention": config.attention,
         "kernels": config.kernels,
         "determinism": config.determinism,
+        **draft_parts(model.draft),
         "kvforge": __version__,
         "torch": torch.__version__,
     }
     return "\n".join(f"{name}: {value}" for name, value in parts.items())
+
+
+def draft_parts(draft: LoadedModel | None) -> dict[str, object]:
+    """Return what determines a draft model's bytes of a block; nothing without one. Its layout is the model's."""
+    if draft is None:
+        return {}
+    info = draft.info
+    parts = {"model": info.fingerprint, "dtype": info.dtype, "weights": info.weight_dtype}
+    return {f"draft {name}": value for name, value in (parts | {"context": info.context_tokens_max}).items()}

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -40,19 +40,22 @@ from kvforge.worker.attention.pool import KvPool, require_positive
 from kvforge.worker.attention.windows import WindowTables
 from kvforge.worker.device.device import as_worker_error
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
-from kvforge.worker.drafts.drafter import Drafter, Proposals
+from kvforge.worker.drafts.drafter import NO_ENDS, Drafter, Proposals
 from kvforge.worker.drafts.lookup import LookupDrafter
+from kvforge.worker.drafts.model import ModelDrafter
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 from kvforge.worker.sampling.scoring import FINITE_COLUMN, ScoredPart, score, tokens_at_a_time, unpacked
 
 from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows, find_malformed
 from .draft_checks import drafts_possible
+from .draft_passes import DraftPasses
 from .graphs import DecodeGraphs
 from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
 from .meter import Meter
 from .pending import PendingStep, StepOutcome, joined
 from .prompt_graphs import PromptGraphs, can_capture
+from .row_ends import row_ends
 from .row_sampler import RowSampler, drafts_before
 from .row_start_checks import Histories, problem_of, split_history
 from .shaping import GrammarMasks
@@ -140,6 +143,10 @@ class ModelRunner:
         self._sampler = RowSampler(model.device, self._state, self.shaping)
         context = model.info.context_tokens_max
         self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
+        if model.draft is not None and self.drafter is not None:
+            self.drafter = ModelDrafter(
+                LookupDrafter(slots_max, context), DraftPasses(model.draft, pool, self._note_end)
+            )
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -276,7 +283,7 @@ class ModelRunner:
         self._refuse_unsettled(rows, pending)
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
-        rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
+        rows = pending.rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
         if not len(rows):
             return
         if rows.scoring is not None:
@@ -568,7 +575,7 @@ class ModelRunner:
             pending.errors.update((slot, WorkerError(NOT_FINITE)) for slot in broken_slots)
         for slot, spoiled in pending.spoiled.items():
             pending.errors.setdefault(slot, spoiled)
-        arrived_ns = time.monotonic_ns()
+        arrived_ns = pending.ended_ns or time.monotonic_ns()
         self._under_way.popleft()
         begun = frozenset(slot for later in self._under_way for slot in later.begun)
         if pending.drafted:
@@ -585,7 +592,7 @@ class ModelRunner:
         if scored:
             outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
         if self.drafter is not None:
-            outcome = replace(outcome, proposals=self._proposals(self.drafter, chosen, begun))
+            outcome = replace(outcome, proposals=self._proposals(self.drafter, pending, chosen, begun))
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
 
@@ -599,12 +606,25 @@ class ModelRunner:
             self._refused |= self._sampler.advance(*accepted)
         self._unaccepted.clear()
 
-    def _proposals(self, drafter: Drafter, chosen: dict[int, list[int]], begun: frozenset[int]) -> Proposals:
-        """Add sampled tokens, by slot, to the drafter, and return what it proposes for these slots."""
+    def _proposals(
+        self, drafter: Drafter, pending: PendingStep, chosen: dict[int, list[int]], begun: frozenset[int]
+    ) -> Proposals:
+        """Add the tokens that a step sampled, by slot, to the drafter, and return what it proposes for these slots."""
         slots = [slot for slot in chosen if slot not in begun]
         for slot in slots:
             drafter.append(slot, chosen[slot])
-        return drafter.propose(slots)
+        ends = NO_ENDS
+        if self.model.draft is not None and slots:
+            ends = row_ends(pending, self._under_way[0] if self._under_way else None, chosen, self.pool.block_size)
+        return drafter.propose(slots, ends)
+
+    def _note_end(self) -> None:
+        """Note when a step in flight ends, before passes of a draft model are queued behind it: they are not its."""
+        for later in self._under_way:
+            if later.end is not None and not later.ended_ns:
+                with suppress(RuntimeError):  # `finish` reports the failure
+                    later.end.wait()
+                later.ended_ns = time.monotonic_ns()
 
     def _lost(self, pending: PendingStep, error: Exception) -> None:
         """Fail all rows of a step after a failure that cannot be attributed to one row."""

@@ -59,14 +59,21 @@ class Bench:
         limits = {"slots_max": 2 + DRAFTS, "step_tokens_max": 512, "step_rows_max": 2 + DRAFTS, "drafts_max": DRAFTS}
         self.runner = ModelRunner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
 
-    def run(self, rows: list[Row], drafts: tuple[int, ...] = (), keep: int = 0) -> StepOutcome:
-        """Run a step. drafts: of each row; keep: how many of the first row's tokens may not count."""
+    def run(self, rows: list[Row], drafts: tuple[int, ...] = (), keep: int = 0, most: int = 0) -> StepOutcome:
+        """Run a step.
+
+        Args:
+            rows: The rows.
+            drafts: Of each row.
+            keep: How many of the first row's tokens may not count.
+            most: The most drafts of rows that begin.
+        """
         slots, starts, tokens = (list(each) for each in zip(*rows, strict=True))
         counts = [len(each) for each in tokens]
         for slot, start, count in zip(slots, starts, counts, strict=True):
             self.rows.reserve(slot, start, count)
         begins = tuple(
-            RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0)
+            RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0, drafts=most)
             for slot, start in zip(slots, starts, strict=True)
             if start == 0
         )

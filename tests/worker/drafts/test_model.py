@@ -1,0 +1,171 @@
+"""Which rows a draft model continues, how many tokens it drafts, and when it proposes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvforge.protocol.messages import Int32Array
+from kvforge.worker.drafts.drafter import Proposals, RowEnd
+from kvforge.worker.drafts.lookup import LookupDrafter
+from kvforge.worker.drafts.model import DraftRow, ModelDrafter
+from kvforge.worker.drafts.pacing import ACCEPTED_FIRST, TRIAL, WAIT_FIRST, WAIT_MAX, DraftPacing
+
+MOST, TABLE = 6, np.zeros(4, np.int32)
+
+
+class Counting:
+    """A draft model that counts up from a row's last token."""
+
+    device_bytes, name, rows_max, tokens_max, context_tokens_max = 100, "counting", 3, 8, 40
+
+    def __init__(self) -> None:
+        self.asked: list[list[DraftRow]] = []
+        self.broken = False
+
+    def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        self.asked.append([*rows])
+        return [] if self.broken else [[row.token + 1 + place for place in range(row.count)] for row in rows]
+
+
+def i4(*tokens: int) -> Int32Array:
+    return np.array(tokens, np.int32)
+
+
+def end(token: int = 100, position: int = 9, drafted: int = 0, accepted: int = 0) -> RowEnd:
+    return RowEnd(token, position, TABLE, drafted, accepted)
+
+
+def by_slot(found: Proposals) -> dict[int, list[int]]:
+    parts = np.split(found.tokens, np.cumsum(found.counts)[:-1]) if len(found.slots) else []
+    return {slot: part.tolist() for slot, part in zip(found.slots.tolist(), parts, strict=True)}
+
+
+@pytest.fixture
+def model() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def drafter(model: Counting) -> ModelDrafter:
+    """Slots 0 to 5: the prompt of slot 1 repeats three tokens, that of slot 2 two."""
+    drafter = ModelDrafter(LookupDrafter(8), model)
+    prompts = {1: i4(1, 2, 3, 4, 5, 1, 2, 3), 2: i4(1, 2, 3, 4, 9, 2, 3)}
+    for slot in range(6):
+        drafter.begin(slot, prompts.get(slot, i4(slot)), i4(), MOST)
+    return drafter
+
+
+FIRST = min(MOST, 2 + int(1.5 * ACCEPTED_FIRST))
+
+
+def test_a_long_run_is_looked_up_and_the_model_continues_other_rows(drafter: ModelDrafter, model: Counting) -> None:
+    found = by_slot(drafter.propose([0, 1, 2], {slot: end(100 * slot) for slot in range(3)}))
+    assert found[1][:2] == [4, 5]
+    assert found[0] == [1 + place for place in range(FIRST)]
+    assert found[2] == [201 + place for place in range(FIRST)]
+    ((first, second),) = model.asked
+    assert (first.token, first.position, second.token) == (0, 9, 200)
+
+
+def test_rows_that_the_model_leaves_are_looked_up_by_shorter_runs(drafter: ModelDrafter, model: Counting) -> None:
+    found = by_slot(drafter.propose([0, 1, 2]))  # no row has an end: another is in flight
+    assert found.keys() == {1, 2}
+    assert found[2][:1] == [4]
+    assert not model.asked
+    model.broken = True
+    assert by_slot(drafter.propose([0, 2], {0: end(), 2: end()})).keys() == {2}
+
+
+def test_more_rows_than_the_model_takes_get_none_of_its_tokens(drafter: ModelDrafter, model: Counting) -> None:
+    ends = {slot: end() for slot in (0, 3, 4, 5)}
+    assert by_slot(drafter.propose([*ends], ends)) == {}
+    assert not model.asked
+    del ends[5]
+    assert by_slot(drafter.propose([*ends], ends)).keys() == {0, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("most", "position", "count"), [(MOST, 9, FIRST), (2, 9, 2), (0, 9, 0), (MOST, 38, 2), (MOST, 40, 0), (MOST, 50, 0)]
+)
+def test_drafts_end_with_what_a_row_may_have_and_with_the_models_context(
+    most: int, position: int, count: int, drafter: ModelDrafter
+) -> None:
+    drafter.begin(0, i4(7), i4(), most)
+    found = by_slot(drafter.propose([0], {0: end(position=position)}))
+    assert len(found.get(0, [])) == count
+
+
+def test_a_row_gets_about_as_many_drafts_as_it_accepts(drafter: ModelDrafter) -> None:
+    def count(accepted: int | None, steps: int) -> int:
+        for _ in range(steps):
+            drafted = len(by_slot(drafter.propose([0], {0: end()}))[0])
+            accepts = drafted if accepted is None else accepted
+            drafter.propose([0], {0: end(drafted=drafted, accepted=accepts)})
+        return len(by_slot(drafter.propose([0], {0: end(drafted=1, accepted=accepted or 1)}))[0])
+
+    assert count(0, 12) == 2
+    assert count(None, 12) == MOST
+    drafter.begin(0, i4(7), i4(), MOST)
+    assert len(by_slot(drafter.propose([0], {0: end()}))[0]) == FIRST, "another request of the slot"
+
+
+def test_unused_proposals_become_rare_and_a_used_one_brings_them_back() -> None:
+    pacing = DraftPacing()
+
+    def tried(results: int) -> list[int]:
+        at = []
+        for number in range(results):
+            if pacing.is_due(3):
+                at.append(number)
+                pacing.proposed(3)
+        return at
+
+    waits = [WAIT_FIRST << power for power in range(4)]
+    want, start = list[int](), 0
+    for wait in waits:
+        want += range(start, start + TRIAL)
+        start += TRIAL + wait
+    assert tried(start) == want
+    pacing.verified([(0, 2, 1)])
+    assert tried(TRIAL) == [*range(TRIAL)]
+    assert tried(WAIT_FIRST) == []
+    for _ in range(100_000):
+        if pacing.is_due(3):
+            pacing.proposed(3)
+    assert pacing._wait == WAIT_MAX
+
+
+def test_half_of_the_rows_are_tried_at_once() -> None:
+    pacing = DraftPacing()
+    for _ in range(TRIAL):
+        assert pacing.is_due(9)
+        pacing.proposed(9)
+    assert not pacing.is_due(5)
+    assert pacing.is_due(4)
+
+
+def test_drafts_of_lookup_teach_nothing_about_the_model(drafter: ModelDrafter) -> None:
+    """What a step verified counts for the model if the model proposed it."""
+    before = drafter.pacing.count(1)
+    drafter.propose([1], {1: end()})
+    for _ in range(9):
+        drafter.propose([1], {1: end(drafted=6, accepted=6)})
+    assert drafter.pacing.count(1) == before
+
+
+def test_the_costs_name_the_model_and_its_passes(drafter: ModelDrafter) -> None:
+    costs = drafter.costs
+    assert (costs.device_bytes, costs.passes) == (100, 8)
+    assert "counting" in costs.note
+    assert costs.host_bytes_max == drafter.lookup.costs.host_bytes_max
+
+
+def test_a_forgotten_slot_gets_nothing(drafter: ModelDrafter, model: Counting) -> None:
+    drafter.append(1, [4])
+    assert drafter.remembered(1)[-1] == 4
+    drafter.forget()
+    assert by_slot(drafter.propose([0, 1], {0: end(), 1: end()})) == {}
+    assert not model.asked

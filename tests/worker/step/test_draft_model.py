@@ -1,0 +1,418 @@
+"""A draft model: answers have the bits that they have without, and its K and V are those of the tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import SamplingParams, Step
+from kvforge.worker.device.device import open_device
+from kvforge.worker.drafts.model import ModelDrafter
+from kvforge.worker.loading.draft_model import join_draft_model
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.draft_passes import DraftPasses
+from kvforge.worker.step.runner import StepOutcome
+from tests.worker.characters import write_characters
+from tests.worker.step.test_drafts import (
+    DRAFTS_MAX,
+    GRAMMARS,
+    PROMPTS,
+    SAMPLINGS,
+    TOKENS,
+    Answer,
+    Drafting,
+    answers_of,
+    none,
+)
+from tests.worker.step.test_runner import BLOCK_SIZE, i4
+
+pytestmark = pytest.mark.usefixtures("grammars_known")
+GREEDY = SAMPLINGS["greedy"]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(tiny: Load, write_config: Callable[..., Any]) -> Load:
+    """load(kind, **options) -> a model with a draft model: itself ("same"), or a small one with other weights."""
+    write_characters(write_config("llama"))
+
+    def joined(kind: str, kernels: bool = True, **options: Any) -> LoadedModel:
+        settings = {"block_size": BLOCK_SIZE, "kernels": kernels}
+        model = tiny("llama", **settings, **options)
+        fields = SMALL if kind == "small" else {}
+        draft = tiny("llama", **settings, **(fields | {"seed": 0 if kind == "same" else 5}))
+        return join_draft_model(model, draft)
+
+    return joined
+
+
+def nan_pool(bench: Drafting) -> Drafting:
+    """Fill the scratch blocks with NaN too."""
+    assert bench.pool.beside is not None
+    for cache in bench.pool.beside.tensors():
+        cache.fill_(float("nan"))
+    return bench
+
+
+def proposed(outcome: StepOutcome) -> dict[int, list[int]]:
+    slots, counts, tokens = outcome.proposals.slots, outcome.proposals.counts, outcome.proposals.tokens
+    parts = np.split(tokens, np.cumsum(counts)[:-1]) if len(slots) else []
+    return {slot: part.tolist() for slot, part in zip(slots.tolist(), parts, strict=True)}
+
+
+def drafter_of(bench: Drafting) -> ModelDrafter:
+    return cast("ModelDrafter", bench.runner.drafter)
+
+
+def without_lookup(bench: Drafting, monkeypatch: pytest.MonkeyPatch) -> Drafting:
+    """Leave every proposal to the draft model."""
+    monkeypatch.setattr(drafter_of(bench).lookup, "found", lambda *_: {})
+    return bench
+
+
+def drafted_answers(bench: Drafting, answers: Sequence[Answer], tokens: int = TOKENS) -> list[Answer]:
+    """Run the answers to their ends, each step with the proposals of the one before."""
+    for each in answers:
+        each.most = DRAFTS_MAX
+    outcome = bench.begin(answers)
+    while running := [each for each in answers if len(each.chosen) < tokens]:
+        found = proposed(outcome)
+        outcome = bench.advance(running, lambda each, found=found: found.get(each.slot, []))  # type: ignore[misc]
+    for each in answers:
+        del each.chosen[tokens:]
+    return list(answers)
+
+
+@pytest.mark.parametrize("kinds", [SAMPLINGS, GRAMMARS], ids=["plain", "grammars"])
+@pytest.mark.parametrize(("kind", "path"), [("same", "kernels"), ("small", "kernels"), ("same", "graphs")])
+def test_answers_have_the_bits_that_they_have_without_a_draft_model(
+    kind: str, path: str, kinds: dict[str, SamplingParams], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(kind)
+    samplings = list(kinds.values())
+    plain = replace(model, draft=None, geometry=replace(model.geometry, beside=None))
+    want = [Drafting(plain).answer([each], none)[0] for each in answers_of(samplings)]
+    bench = without_lookup(nan_pool(Drafting(model, path == "graphs")), monkeypatch)
+    got = drafted_answers(bench, answers_of(samplings))
+    for name, mine, other in zip(kinds, got, want, strict=False):
+        assert mine.chosen == other.chosen, name
+        assert mine.drafted > 0, name
+    bench.close()
+
+
+@pytest.mark.parametrize("path", ["kernels", "torch", "graphs"])
+def test_a_draft_model_equal_to_the_model_is_always_right(
+    path: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every greedy draft is accepted: its K and V are those of all tokens before, in blocks and in scratch blocks."""
+    bench = without_lookup(nan_pool(Drafting(load("same", path != "torch"), path == "graphs")), monkeypatch)
+    for each in drafted_answers(bench, answers_of([GREEDY] * len(PROMPTS))):
+        assert each.drafted > 0
+        assert each.accepted == each.drafted, f"slot {each.slot}"
+    bench.close()
+
+
+def continuation(model: LoadedModel, slot: int, chosen: Sequence[int], count: int = DRAFTS_MAX) -> list[int]:
+    """Return the greedy tokens of a model behind an answer of a slot, computed alone and without a draft model."""
+    plain = replace(model, draft=None, geometry=replace(model.geometry, beside=None))
+    bench, answer = Drafting(plain), Answer(slot, GREEDY)
+    bench.begin([answer])
+    while len(answer.chosen) < len(chosen) + count:
+        bench.advance([answer], none)
+    bench.close()
+    assert answer.tokens[: len(chosen)] == list(chosen)
+    return answer.tokens[len(chosen) :]
+
+
+def test_drafts_are_the_greedy_tokens_of_the_draft_model(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each proposal is what the draft model itself would answer, of rows of all lengths together."""
+    model = load("small")
+    assert model.draft is not None
+    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    answers = answers_of([GREEDY] * len(PROMPTS))
+    for each in answers:
+        each.most = DRAFTS_MAX
+    found = proposed(bench.begin(answers))
+    alone = Drafting(model.draft)
+    for each in answers:
+        mine, tokens = found[each.slot], [*each.prompt, each.tokens[0]]
+        own = [(each.slot, 0, tokens, 0)]
+        want = alone.run(own, begins=(each.start(),), history=i4(*each.prompt)).tokens.tolist()
+        while len(want) < len(mine):
+            at = len(tokens) + len(want) - 1
+            want += alone.run([(each.slot, at, [-1], 0)]).tokens.tolist()
+        assert mine == want, f"slot {each.slot}"
+    alone.close()
+    bench.close()
+
+
+def test_a_row_gets_no_more_drafts_than_it_may(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, answers = without_lookup(Drafting(load("same")), monkeypatch), answers_of([GREEDY] * 3)
+    for each, most in zip(answers, (1, 0, 3), strict=True):
+        each.most = most
+    found = proposed(bench.begin(answers))
+    assert {slot: len(tokens) for slot, tokens in found.items()} == {0: 1, 2: 3}
+    bench.close()
+
+
+def test_lookup_proposes_first_and_takes_no_pass(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of three tokens are looked up; the model proposes for the other rows alone."""
+    bench, answers = Drafting(load("same")), answers_of([GREEDY, GREEDY])
+    for each in answers:
+        each.most = 3
+    drafter, asked = drafter_of(bench), list[list[int]]()
+    passes = cast("DraftPasses", drafter._model)
+    continue_rows = passes.continue_rows
+
+    def watched(rows: Any) -> Any:
+        asked.append([row.position for row in rows])
+        return continue_rows(rows)
+
+    monkeypatch.setattr(passes, "continue_rows", watched)
+    monkeypatch.setattr(drafter.lookup, "found", lambda slots, least=0: {0: [1, 2, 3]} if least and 0 in slots else {})
+    found = proposed(bench.begin(answers))
+    assert found[0] == [1, 2, 3]
+    assert len(found[1]) == 3
+    assert asked == [[len(PROMPTS[1])]]
+    monkeypatch.setattr(drafter.lookup, "found", lambda slots, _=0: {slot: [7] for slot in slots})
+    assert set(proposed(bench.run([bench.row(each, []) for each in answers]))) == {0, 1}
+    assert len(asked) == 1
+    bench.close()
+
+
+@pytest.mark.parametrize("copied", [BLOCK_SIZE, 2])
+def test_copied_blocks_bring_the_draft_models_keys_and_values(
+    copied: int, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork goes on in copies of blocks, and one that was zeroed between."""
+    bench = without_lookup(nan_pool(Drafting(load("same"))), monkeypatch)
+    parent, child = Answer(0, GREEDY, most=DRAFTS_MAX), Answer(1, GREEDY, most=DRAFTS_MAX)
+    bench.begin([parent])
+    length = len(PROMPTS[0])  # two whole blocks and a token
+    shared = length // BLOCK_SIZE * BLOCK_SIZE if copied == BLOCK_SIZE else BLOCK_SIZE + copied
+    copies = [[16 * 0 + block, 16 + block, min(BLOCK_SIZE, shared - BLOCK_SIZE * block)] for block in range(2)]
+    rest = PROMPTS[0][shared:]
+    start = msgspec.structs.replace(child.start(), prompt_history=length)
+    outcome = bench.run(
+        [(1, shared, rest, 0)],
+        begins=(start,),
+        history=i4(*PROMPTS[0]),
+        copies=i4(*[number for copy in copies for number in copy]),
+        zeros=i4(*range(16, 32)),
+    )
+    bench.take([child], outcome)
+    assert child.tokens == parent.tokens
+    want = continuation(bench.model, 0, parent.tokens)
+    assert proposed(outcome)[1] == want[: len(proposed(outcome)[1])]
+    bench.close()
+
+
+def test_zeroed_blocks_keep_nothing_of_the_draft_model(load: Load) -> None:
+    bench = Drafting(load("small"))
+    bench.begin(answers_of([GREEDY]))
+    bench.pool.zero_blocks(i4(*range(bench.pool.blocks)))
+    assert bench.pool.beside is not None
+    own = [*bench.pool.tensors()]
+    assert len(own) == 2 * (len(bench.pool.geometry.layers) + 1)
+    assert not any(tensor.any() for tensor in own)
+    bench.close()
+
+
+def test_a_step_in_flight_gives_the_place_of_the_drafts(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is launched before the result: drafts go behind its tables, and only for rows that it has."""
+    bench = without_lookup(nan_pool(Drafting(load("same"))), monkeypatch)
+    answers = answers_of([GREEDY, GREEDY])
+    for each in answers:
+        each.most = DRAFTS_MAX
+    first = bench.launch(
+        [(each.slot, 0, each.prompt, 0) for each in answers],
+        begins=tuple(each.start() for each in answers),
+        history=i4(*[token for each in answers for token in each.prompt]),
+    )
+    second = bench.launch([(0, len(PROMPTS[0]), [-1], 0)])
+    outcome = bench.runner.finish(first)
+    bench.take(answers, outcome)
+    found = proposed(outcome)
+    assert set(found) == {0}, "slot 1 has no row in flight, and may have lost its blocks"
+    assert found[0] == continuation(bench.model, 0, answers[0].tokens)[: len(found[0])]
+    assert second.ended_ns > 0
+    later = bench.runner.finish(second)
+    bench.take(answers[:1], later)
+    found = proposed(later)
+    assert found[0] == continuation(bench.model, 0, answers[0].tokens)[: len(found[0])]
+    bench.close()
+
+
+def test_a_draft_model_that_fails_proposes_nothing_and_answers_go_on(
+    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, answers = without_lookup(Drafting(load("same")), monkeypatch), answers_of([GREEDY])
+    answers[0].most = 3
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(DraftPasses, "_continue", broken)
+    outcome = bench.begin(answers)
+    for _ in range(3):
+        assert proposed(outcome) == {}
+        outcome = bench.advance(answers, none)
+    assert len(answers[0].chosen) == 4
+    assert [record.message for record in caplog.records] == [
+        "drafts: the draft model failed: RuntimeError: out of memory"
+    ], "said once"
+    bench.close()
+
+
+def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(
+    load: Load, tiny: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its positions end before those of the model, which goes on without drafts."""
+    model = load("same", max_position_embeddings=64)
+    draft = tiny("llama", block_size=BLOCK_SIZE, max_position_embeddings=16)
+    model = join_draft_model(replace(model, draft=None, geometry=replace(model.geometry, beside=None)), draft)
+    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    (answer,) = answers_of([GREEDY])
+    answer.most = 3
+    outcome, lengths = bench.begin([answer]), list[int]()
+    for _ in range(10):
+        lengths.append(len(proposed(outcome).get(0, [])))
+        drafter_of(bench).pacing.verified([(0, 3, 3)])
+        outcome = bench.advance([answer], none)
+    position = len(PROMPTS[0])
+    assert lengths == [min(3, max(0, 16 - position - step)) for step in range(10)]
+    bench.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_model_that_keeps_windows_has_a_draft_model(
+    graphs: bool, tiny: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is page-major, and the draft model's is not: each has batches of its own."""
+    from tests.worker.step.test_windows import BLOCK_SIZE as SIZE
+    from tests.worker.step.test_windows import COMMON, LIMITS, MODELS, Bench, prompt
+
+    model_type, fields = MODELS["gemma3"]
+    settings = {"block_size": SIZE, **COMMON, **fields}
+    kept, draft = tiny(model_type, windows=LIMITS, **settings), tiny(model_type, **settings)
+    model = join_draft_model(kept, draft)
+    assert model.geometry.bytes_per_block == kept.geometry.bytes_per_block + draft.geometry.bytes_per_block
+    plain, bench = Bench(kept), Bench(model, 4 if graphs else 0)
+    monkeypatch.setattr(drafter_of(cast("Drafting", bench)).lookup, "found", lambda *_: {})
+    text = prompt(70)
+    want, got = plain.run([(0, 0, text)]).tokens.tolist(), [0]
+    outcome = bench.run([(0, 0, text)], most=3)
+    got = outcome.tokens.tolist()
+    drafted = 0
+    while len(got) < 40:
+        drafts = proposed(outcome).get(0, [])[:3]
+        drafted += len(drafts)
+        outcome = bench.run([(0, 70 + len(got) - 1, [got[-1], *drafts])], (len(drafts),), keep=len(drafts))
+        assert len(outcome.tokens) == 1 + len(drafts), "a draft of the same model was wrong"
+        got += outcome.tokens.tolist()
+    while len(want) < len(got):
+        want += plain.run([(0, 70 + len(want) - 1, [want[-1]])]).tokens.tolist()
+    assert got == want
+    assert drafted > 20
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "words"),
+    [
+        ({}, {"vocab_size": 96}, "has 96 tokens in its vocabulary, .* 97: choose a model with the same vocabulary"),
+        ({}, "states", "has recurrent states, which take back no wrong draft: choose a model without"),
+        ("states", {}, "has recurrent states, which take back no wrong draft: leave it out"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_models_that_do_not_fit_are_refused(model: Any, draft: Any, words: str, tiny: Load) -> None:
+    def loaded(fields: Any) -> LoadedModel:
+        if fields != "states":
+            return tiny("llama", block_size=16, **fields)
+        layers = ["conv", "full_attention", "conv"]
+        return tiny("lfm2", block_size=16, num_hidden_layers=3, layer_types=layers)
+
+    with pytest.raises(InvalidConfiguration, match=words) as caught:
+        join_draft_model(loaded(model), loaded(draft))
+    assert caught.value.field == "draft_model"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_draft_model_on_a_gpu(
+    graphs: bool, kv_dtype: str, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "device": device, "block_size": 16, "kv_dtype": kv_dtype}
+    folder = write_config("llama")
+    model = load_model(folder, **settings)
+    want = [Drafting(model, graphs).answer([each], none)[0] for each in answers_of(list(SAMPLINGS.values()))]
+    same = join_draft_model(model, load_model(folder, **settings))
+    bench = without_lookup(Drafting(same, graphs), monkeypatch)
+    got = drafted_answers(bench, answers_of(list(SAMPLINGS.values())))
+    assert [each.chosen for each in got] == [each.chosen for each in want]
+    greedy = got[0]
+    assert greedy.drafted > 0
+    assert greedy.accepted >= 0.9 * greedy.drafted, "prompts and generated tokens round alike in the draft model"
+    bench.close()
+
+
+def test_steps_without_rows_propose_nothing(load: Load) -> None:
+    bench = Drafting(load("same"))
+    outcome = bench.runner.run(Step(0), np.zeros((0, 1), np.int32))
+    assert outcome.proposals.slots.size == 0
+    bench.close()
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_proposals_go_on_behind_the_accepted_drafts(right: int, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected drafts leave K and V behind the answer, in blocks of its own, which the next passes overwrite."""
+    model = load("same")
+    want = continuation(model, 0, [], TOKENS + DRAFTS_MAX)
+    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    (answer,) = answers_of([GREEDY])
+    answer.most = DRAFTS_MAX
+    bench.begin([answer])
+
+    def drafts(each: Answer) -> list[int]:
+        known = want[len(each.tokens) :]
+        return known[:right] + [(token + 1) % 97 for token in known[right:DRAFTS_MAX]]
+
+    while len(answer.tokens) + DRAFTS_MAX < TOKENS:
+        found = proposed(bench.advance([answer], drafts))[0]
+        assert answer.tokens == want[: len(answer.tokens)]
+        assert found == want[len(answer.tokens) :][: len(found)]
+    bench.close()
+
+
+def test_graphs_of_prompts_write_the_draft_models_keys_and_values(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load("same")
+    bench = without_lookup(nan_pool(Drafting(model, graphs=True)), monkeypatch)
+    graphs, launched = bench.runner.prompt_graphs, list[int]()
+    assert graphs is not None
+    assert graphs.capture_one(graphs.sizes[0])
+    launch = graphs.launch
+
+    def watched(rows: Any) -> Any:
+        launched.append(len(rows))
+        return launch(rows)
+
+    monkeypatch.setattr(graphs, "launch", watched)
+    (answer,) = answers_of([GREEDY])
+    answer.most = DRAFTS_MAX
+    found = proposed(bench.begin([answer]))[0]
+    assert launched == [1]
+    assert found == continuation(model, 0, answer.tokens)[: len(found)]
+    bench.close()

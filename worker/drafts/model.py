@@ -1,0 +1,127 @@
+"""Drafts by a model: greedy tokens of a draft model, for the slots where lookup finds no long run.
+
+The draft model has the K and V of all tokens of a row, because each step writes them. It computes one drafted token of
+all rows in one pass. Answers that repeat themselves are drafted by lookup, which takes no pass. `pacing` decides when
+the model proposes, and how many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvforge.protocol.messages import Int32Array
+
+from .drafter import NO_ENDS, DrafterCosts, Proposals, RowEnds
+from .history import LENGTHS
+from .lookup import LookupDrafter
+from .pacing import DraftPacing
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A row that a draft model continues.
+
+    Attributes:
+        slot: Its slot.
+        token: Its last token.
+        position: The position of this token.
+        table: [blocks] int32, its blocks, pool-local.
+        count: How many tokens to draft, 1 or more.
+    """
+
+    slot: int
+    token: int
+    position: int
+    table: Int32Array
+    count: int
+
+
+class DraftModel(Protocol):
+    """Computes the greedy continuation of rows.
+
+    Attributes:
+        device_bytes: Device memory of its weights and of its K and V.
+        name: The name of the model, for people.
+        rows_max: The most rows of a call.
+        tokens_max: The most tokens of a row.
+        context_tokens_max: The longest row, in tokens.
+    """
+
+    device_bytes: int
+    name: str
+    rows_max: int
+    tokens_max: int
+    context_tokens_max: int
+
+    def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Return `DraftRow.count` tokens of each row; none at all if the device failed."""
+
+
+class ModelDrafter:
+    """Proposes by lookup and by a draft model; see `drafter.Drafter`.
+
+    Args:
+        lookup: Looks up runs of the last tokens.
+        model: The draft model.
+    """
+
+    def __init__(self, lookup: LookupDrafter, model: DraftModel) -> None:
+        self.lookup, self._model = lookup, model
+        self.pacing = DraftPacing()
+        self._most: dict[int, int] = {}  # by slot
+        self._proposed: frozenset[int] = frozenset()  # slots of the model's last proposals
+
+    @property
+    def costs(self) -> DrafterCosts:
+        """What it costs."""
+        lookup, model = self.lookup.costs, self._model
+        note = f"a pass of {model.name} for each proposed token, for all rows together; lookup: {lookup.note}"
+        return DrafterCosts(lookup.host_bytes_max, model.device_bytes, model.tokens_max, note)
+
+    def begin(self, slot: int, prompt: Int32Array, generated: Int32Array, most: int, shared: int = 0) -> None:
+        """Assign a slot to a new request; see `Drafter.begin`."""
+        self.lookup.begin(slot, prompt, generated, most, shared)
+        self._most[slot] = most
+        self._proposed -= {slot}
+        self.pacing.begin(slot)
+
+    def append(self, slot: int, tokens: Sequence[int]) -> None:
+        """Add tokens to the answer of a slot; see `Drafter.append`."""
+        self.lookup.append(slot, tokens)
+
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:
+        """Propose the next tokens of each of the slots; see `Drafter.propose`."""
+        verified = self._proposed.intersection(ends)
+        self.pacing.verified((slot, end.drafted, end.accepted) for slot in verified if (end := ends[slot]).drafted)
+        self._proposed -= verified
+        found = self.lookup.found(slots, LENGTHS[0])
+        rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
+        if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(len(rows)):
+            drafted = self._model.continue_rows(list(rows.values()))
+            found |= dict(zip(rows, drafted, strict=False))
+            self._proposed |= frozenset(rows)
+            self.pacing.proposed(len(rows))
+        left = [slot for slot in slots if slot not in found]
+        return Proposals.of(found | self.lookup.found(left) if left else found)
+
+    def _row(self, slot: int, ends: RowEnds) -> DraftRow | None:
+        """Return the row of a slot that the model can continue; None for another."""
+        if slot not in ends:
+            return None
+        end = ends[slot]
+        room = self._model.context_tokens_max - end.position
+        count = min(self._most.get(slot, 0), self.pacing.count(slot), self._model.tokens_max, room)
+        return DraftRow(slot, end.token, end.position, end.table, count) if count > 0 else None
+
+    def remembered(self, slot: int) -> list[int]:
+        """Return the tokens that a slot remembers for lookups."""
+        return self.lookup.remembered(slot)
+
+    def forget(self) -> None:
+        """Forget every slot and every request that has ended."""
+        self.lookup.forget()
+        self.pacing.forget()
+        self._most.clear()
+        self._proposed = frozenset()

@@ -1,0 +1,90 @@
+"""The passes of a draft model: each computes the next greedy token of all rows.
+
+The step has written the draft model's K and V of the tokens before. A pass writes those of the token that it is fed
+behind them: in the row's last block, and then in scratch blocks that follow the row's own in this table alone. Nothing
+reads what lies behind a row's accepted tokens but later passes of the same proposal, and the next step overwrites it.
+
+The tokens go from pass to pass on the device, so that a proposal waits for the device once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.drafts.model import DraftRow
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.weight_bytes import weight_bytes
+
+log = logging.getLogger("worker")
+
+
+class DraftPasses:
+    """Continues rows by a draft model; see `drafts.model.DraftModel`.
+
+    Args:
+        draft: The draft model.
+        pool: The pool of the model that it drafts for.
+        before: Called before passes are queued.
+    """
+
+    def __init__(self, draft: LoadedModel, pool: KvPool, before: Callable[[], None] = lambda: None) -> None:
+        assert pool.beside is not None, "the pool was made without the draft model"
+        self._draft, self._pool, self._blocks = draft, pool.beside, pool.blocks
+        self._scratch = pool.geometry.scratch_per_row
+        self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
+        self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
+        self.device_bytes = weight_bytes(draft) + pool.beside.bytes
+        self._before, self._failed = before, False
+
+    def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Return the greedy tokens behind each row; none if the device failed, which the next step will report."""
+        try:
+            return self._continue(rows)
+        except Exception as error:  # noqa: BLE001 - without drafts answers are the same
+            if not self._failed:
+                log.warning("drafts: the draft model failed: %s: %s", type(error).__name__, error)
+            self._failed = True
+            self._draft.device.release_cached()
+            return []
+
+    @torch.inference_mode()
+    def _continue(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        assert len(rows) <= self.rows_max, "more rows than there are scratch blocks for"
+        self._before()
+        order = sorted(range(len(rows)), key=lambda row: -rows[row].count)  # the longest first: others leave behind
+        ordered = [rows[row] for row in order]
+        tables = self._tables(ordered)
+        counts = np.array([row.count for row in ordered])
+        positions = np.array([row.position for row in ordered], np.int32)
+        upload = self._draft.device.upload
+        fed, found = upload(np.array([row.token for row in ordered])), list[torch.Tensor]()
+        for number in range(int(counts[0])):
+            live = int(np.count_nonzero(counts > number))
+            at = positions[:live] + np.int32(number)
+            batch = self._pool.batch(tables[:live], at, np.ones(live, np.int32))
+            logits = self._draft.decode(fed[:live], upload(at.astype(np.int64)), batch, self._pool)
+            fed = logits.argmax(1)
+            found.append(fed)
+        tokens = torch.cat(found).cpu().numpy()
+        drafted: list[list[int]] = [[] for _ in rows]
+        ends = np.cumsum([len(each) for each in found])
+        for chosen in np.split(tokens, ends[:-1]):  # of one pass each
+            for row, token in zip(order, chosen.tolist(), strict=False):
+                drafted[row].append(token)
+        return drafted
+
+    def _tables(self, rows: Sequence[DraftRow]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """Return the block tables of rows, each followed by its scratch blocks: [rows, width] int32."""
+        width = max(len(row.table) for row in rows) + self._scratch
+        tables = np.zeros((len(rows), width), np.int32)
+        for number, row in enumerate(rows):
+            own, first = len(row.table), self._blocks + number * self._scratch
+            tables[number, :own] = row.table
+            tables[number, own : own + self._scratch] = np.arange(first, first + self._scratch)
+        return tables
