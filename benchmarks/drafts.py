@@ -1,7 +1,11 @@
-"""Tokens per second with and without drafts by lookup, and the time of a step that verifies drafts.
+"""Tokens per second with and without drafts, and the time of a step that verifies drafts.
 
     python -m benchmarks.drafts --gpu [--model llama-3.1-8b] [--json FILE]
     python -m benchmarks.drafts [--model smollm2-135m] [--threads 1] [--json FILE]
+    python -m benchmarks.drafts --draft-model FOLDER [--chance 0.7] --tasks random ...
+
+Without a draft model, drafts are those of lookup. A draft model has dummy weights too: its passes take their time, and
+each of its tokens is the recorded one with the chance `--chance`.
 
 Two services with the same dummy weights, with and without drafts (a coordinator, a worker and this client as
 processes), replay the answers of `benchmarks.drafts_tasks`: the sampler of `benchmarks.drafts_worker` is made to
@@ -147,6 +151,8 @@ def installation(options: argparse.Namespace, drafts: int, answers: Path) -> Ins
     context = 2 * options.prompt + options.tokens + 64
     blocks = len(TASKS) * rows * -(-context // BLOCK_SIZE) + 64
     worker: dict[str, Any] = {"model": options.model, "blocks": blocks}
+    if drafts and options.draft_model:
+        worker["draft_model"] = options.draft_model
     if not options.gpu:
         worker |= {"device": "cpu", "dtype": "float32", "threads": options.threads}
     schedule = {"drafts_max": drafts, "draft_rows_max": options.draft_rows, "step_tokens_max": 2048}
@@ -157,7 +163,7 @@ def installation(options: argparse.Namespace, drafts: int, answers: Path) -> Ins
         schedule=schedule,
         sequences=max(64, rows, options.draft_rows if drafts else 0),
         worker=worker,
-        worker_command=("benchmarks.drafts_worker", str(answers)),
+        worker_command=("benchmarks.drafts_worker", str(answers), str(options.chance)),
     )
 
 
@@ -192,6 +198,8 @@ def main() -> int:
     )
     parser.add_argument("--gpu", action="store_true", help="on a GPU; otherwise on the CPU in float32")
     parser.add_argument("--model", default="", help="a shape that ships with kvforge, or a folder")
+    parser.add_argument("--draft-model", default="", help="the shape of a draft model; without it, lookup drafts alone")
+    parser.add_argument("--chance", type=float, default=0.7, help="that a token of the draft model is right [0.7]")
     parser.add_argument("--drafts", type=int, default=8, help="schedule.drafts_max [8]")
     parser.add_argument("--draft-rows", type=int, default=64, help="schedule.draft_rows_max [64]")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="requests that run together [1 16]")
@@ -248,8 +256,9 @@ def main() -> int:
                     print(*rows[-1], file=sys.stderr, flush=True)
     header = ["task", "requests", "tokens/s without", "with drafts", "gain", "steps without", "steps with", "accepted"]
     where = "GPU" if options.gpu else f"CPU, {options.threads} threads a worker"
+    drafter = f"lookup and {options.draft_model}, right in {options.chance:.0%}" if options.draft_model else "lookup"
     title = (
-        f"drafts by lookup, up to {options.drafts} tokens, replayed answers, {options.model}, dummy weights, {where}"
+        f"drafts by {drafter}, up to {options.drafts} tokens, replayed answers, {options.model}, dummy weights, {where}"
     )
     report(title, header, rows, results, options.json)
     return 0
