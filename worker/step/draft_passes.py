@@ -4,7 +4,8 @@ The step has written the draft model's K and V of the tokens before. A pass writ
 behind them: in the row's last block, and then in scratch blocks that follow the row's own in this table alone. Nothing
 reads what lies behind a row's accepted tokens but later passes of the same proposal, and the next step overwrites it.
 
-The tokens go from pass to pass on the device, so that a proposal waits for the device once.
+The tokens go from pass to pass on the device, so that a proposal waits for the device once. Passes run from captured
+graphs where the decodes of the model do. These run all rows to the longest proposal, for which scratch blocks suffice.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import torch
 
 from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
 from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.capture import GraphMemory
 from kvforge.worker.drafts.model import DraftRow
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.weight_bytes import weight_bytes
+
+from .draft_graphs import DraftGraphs
 
 log = logging.getLogger("worker")
 
@@ -31,7 +35,12 @@ class DraftPasses:
         draft: The draft model.
         pool: The pool of the model that it drafts for.
         before: Called before passes are queued.
+
+    Attributes:
+        graphs: Its captured passes; None: all run eagerly.
     """
+
+    graphs: DraftGraphs | None = None
 
     def __init__(self, draft: LoadedModel, pool: KvPool, before: Callable[[], None] = lambda: None) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
@@ -41,6 +50,18 @@ class DraftPasses:
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes = weight_bytes(draft) + pool.beside.bytes
         self._before, self._failed = before, False
+
+    def use_graphs(self, rows_max: int, width: int, memory: GraphMemory | None) -> DraftGraphs:
+        """Prepare captured passes.
+
+        Args:
+            rows_max: The most rows of a step.
+            width: The most blocks of a row.
+            memory: Memory of graphs; None on a CPU.
+        """
+        rows, width = min(rows_max, self.rows_max), width + self._scratch
+        self.graphs = DraftGraphs(self._draft, self._pool, rows, width, memory)
+        return self.graphs
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return the greedy tokens behind each row; none if the device failed, which the next step will report."""
@@ -63,7 +84,12 @@ class DraftPasses:
         counts = np.array([row.count for row in ordered])
         positions = np.array([row.position for row in ordered], np.int32)
         upload = self._draft.device.upload
-        fed, found = upload(np.array([row.token for row in ordered])), list[torch.Tensor]()
+        first = np.array([row.token for row in ordered], np.int32)
+        if self.graphs is not None and self.graphs.can_run(len(rows), tables.shape[1]):
+            drafted = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
+            kept = [tokens[:count] for tokens, count in zip(drafted, counts.tolist(), strict=True)]
+            return [tokens for _, tokens in sorted(zip(order, kept, strict=True))]
+        fed, found = upload(first.astype(np.int64)), list[torch.Tensor]()
         for number in range(int(counts[0])):
             live = int(np.count_nonzero(counts > number))
             at = positions[:live] + np.int32(number)

@@ -280,6 +280,9 @@ class Engine:
             if runner.prompt_graphs is not None:
                 runner.prompt_graphs.capture(START_S if self.config.graph_capture == CAPTURE_IDLE else CAPTURE_S)
                 captured += runner.prompt_graphs.captured
+            if runner.draft_graphs is not None:
+                runner.draft_graphs.capture()
+                captured += len(runner.draft_graphs.sizes)
             log.debug("%d graphs captured in %.1f s", captured, time.monotonic() - started)
         runner.host = self.host
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0

@@ -251,6 +251,8 @@ def _graph_bytes(runner: ModelRunner, rows_max: int) -> int:
     needed = _bytes_of(device, bucket_sizes(min(rows_max, runner.limits.step_rows_max)), runner.graphs.capture_one)
     if runner.prompt_graphs is not None:
         needed += _bytes_of(device, runner.prompt_graphs.sizes, runner.prompt_graphs.capture_one)
+    if runner.draft_graphs is not None:
+        needed += _bytes_of(device, runner.draft_graphs.sizes, runner.draft_graphs.capture_one)
     return needed
 
 

@@ -49,6 +49,7 @@ from kvforge.worker.sampling.scoring import FINITE_COLUMN, ScoredPart, score, to
 
 from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows, find_malformed
 from .draft_checks import drafts_possible
+from .draft_graphs import DraftGraphs
 from .draft_passes import DraftPasses
 from .graphs import DecodeGraphs
 from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
@@ -143,10 +144,10 @@ class ModelRunner:
         self._sampler = RowSampler(model.device, self._state, self.shaping)
         context = model.info.context_tokens_max
         self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
+        self._draft_passes: DraftPasses | None = None
         if model.draft is not None and self.drafter is not None:
-            self.drafter = ModelDrafter(
-                LookupDrafter(slots_max, context), DraftPasses(model.draft, pool, self._note_end)
-            )
+            self._draft_passes = DraftPasses(model.draft, pool, self._note_end)
+            self.drafter = ModelDrafter(LookupDrafter(slots_max, context), self._draft_passes)
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -161,6 +162,7 @@ class ModelRunner:
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self.draft_graphs: DraftGraphs | None = None
         if graph_rows_max and model.can_be_captured:
             rows = min(graph_rows_max, step_rows_max)
             context_width = -(-model.info.context_tokens_max // pool.block_size)
@@ -170,6 +172,8 @@ class ModelRunner:
                 self.prompt_graphs = PromptGraphs(
                     model, pool, self._state, rows, step_tokens_max, width, self.graphs.memory
                 )
+            if self._draft_passes is not None:
+                self.draft_graphs = self._draft_passes.use_graphs(rows, width, self.graphs.memory)
 
     def run(
         self,
@@ -361,7 +365,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the captured graphs. The caller keeps the pool."""
         self.reset()
-        for graphs in (self.graphs, self.prompt_graphs):
+        for graphs in (self.graphs, self.prompt_graphs, self.draft_graphs):
             if graphs is not None:
                 graphs.close()
 

@@ -18,6 +18,7 @@ from kvforge.worker.drafts.model import ModelDrafter
 from kvforge.worker.loading.draft_model import join_draft_model
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step.draft_graphs import DraftGraphs
 from kvforge.worker.step.draft_passes import DraftPasses
 from kvforge.worker.step.runner import StepOutcome
 from tests.worker.characters import write_characters
@@ -56,8 +57,10 @@ def load(tiny: Load, write_config: Callable[..., Any]) -> Load:
 
 
 def nan_pool(bench: Drafting) -> Drafting:
-    """Fill the scratch blocks with NaN too."""
+    """Fill the scratch blocks with NaN too, and capture the passes of a runner with graphs."""
     assert bench.pool.beside is not None
+    if bench.runner.draft_graphs is not None:
+        bench.runner.draft_graphs.capture()
     for cache in bench.pool.beside.tensors():
         cache.fill_(float("nan"))
     return bench
@@ -133,20 +136,25 @@ def continuation(model: LoadedModel, slot: int, chosen: Sequence[int], count: in
     return answer.tokens[len(chosen) :]
 
 
-def test_drafts_are_the_greedy_tokens_of_the_draft_model(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each proposal is what the draft model itself would answer, of rows of all lengths together."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_are_the_greedy_tokens_of_the_draft_model(
+    graphs: bool, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each proposal is what the draft model itself would answer, of rows of all lengths and counts together."""
     model = load("small")
     assert model.draft is not None
-    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    bench = without_lookup(nan_pool(Drafting(model, graphs)), monkeypatch)
+    assert (bench.runner.draft_graphs is not None) == graphs
     answers = answers_of([GREEDY] * len(PROMPTS))
-    for each in answers:
-        each.most = DRAFTS_MAX
+    for number, each in enumerate(answers):
+        each.most = 1 + number % DRAFTS_MAX
     found = proposed(bench.begin(answers))
     alone = Drafting(model.draft)
     for each in answers:
         mine, tokens = found[each.slot], [*each.prompt, each.tokens[0]]
         own = [(each.slot, 0, tokens, 0)]
         want = alone.run(own, begins=(each.start(),), history=i4(*each.prompt)).tokens.tolist()
+        assert len(mine) == each.most
         while len(want) < len(mine):
             at = len(tokens) + len(want) - 1
             want += alone.run([(each.slot, at, [-1], 0)]).tokens.tolist()
@@ -273,14 +281,15 @@ def test_a_draft_model_that_fails_proposes_nothing_and_answers_go_on(
     bench.close()
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(
-    load: Load, tiny: Load, monkeypatch: pytest.MonkeyPatch
+    graphs: bool, load: Load, tiny: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its positions end before those of the model, which goes on without drafts."""
     model = load("same", max_position_embeddings=64)
     draft = tiny("llama", block_size=BLOCK_SIZE, max_position_embeddings=16)
     model = join_draft_model(replace(model, draft=None, geometry=replace(model.geometry, beside=None)), draft)
-    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    bench = without_lookup(nan_pool(Drafting(model, graphs)), monkeypatch)
     (answer,) = answers_of([GREEDY])
     answer.most = 3
     outcome, lengths = bench.begin([answer]), list[int]()
@@ -360,7 +369,9 @@ def test_a_draft_model_on_a_gpu(
     model = load_model(folder, **settings)
     want = [Drafting(model, graphs).answer([each], none)[0] for each in answers_of(list(SAMPLINGS.values()))]
     same = join_draft_model(model, load_model(folder, **settings))
-    bench = without_lookup(Drafting(same, graphs), monkeypatch)
+    bench = without_lookup(
+        nan_pool(Drafting(same, graphs)) if kv_dtype == "auto" else Drafting(same, graphs), monkeypatch
+    )
     got = drafted_answers(bench, answers_of(list(SAMPLINGS.values())))
     assert [each.chosen for each in got] == [each.chosen for each in want]
     greedy = got[0]
@@ -415,4 +426,45 @@ def test_graphs_of_prompts_write_the_draft_models_keys_and_values(load: Load, mo
     found = proposed(bench.begin([answer]))[0]
     assert launched == [1]
     assert found == continuation(model, 0, answer.tokens)[: len(found)]
+    bench.close()
+
+
+def test_passes_that_cannot_be_captured_run_eagerly(
+    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a synchronisation")
+
+    monkeypatch.setattr(DraftGraphs, "_capture", broken)
+    bench = without_lookup(nan_pool(Drafting(load("same"), graphs=True)), monkeypatch)
+    graphs = bench.runner.draft_graphs
+    assert graphs is not None
+    assert (graphs.sizes, graphs.can_run(1, 1)) == ((), False)
+    assert [record.message for record in caplog.records] == [
+        "drafts run without graphs: capturing failed: RuntimeError: a synchronisation"
+    ]
+    (answer,) = drafted_answers(bench, answers_of([GREEDY]))
+    assert answer.accepted == answer.drafted > 0
+    bench.close()
+
+
+def test_a_proposal_runs_in_the_smallest_graph_that_holds_it(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = without_lookup(nan_pool(Drafting(load("same"), graphs=True)), monkeypatch)
+    graphs, ran = bench.runner.draft_graphs, list[int]()
+    assert graphs is not None
+    assert graphs.sizes[:3] == (1, 2, 4)
+    fill = graphs._fill
+
+    def watched(graph: Any, *rest: Any) -> None:
+        ran.append(len(graph.batch.counts))
+        fill(graph, *rest)
+
+    monkeypatch.setattr(graphs, "_fill", watched)
+    answers = answers_of([GREEDY] * 3)
+    for each in answers:
+        each.most = 2
+    bench.begin(answers)
+    assert ran == [4, 4]
+    bench.advance(answers[:1], none)
+    assert ran == [4, 4, 1, 1]
     bench.close()

@@ -1,0 +1,156 @@
+"""Captured passes of a draft model: the host launches a pass of all rows with one call, as it does decode steps.
+
+A graph covers one pass, from the embedding to the greedy token, and is replayed for each drafted token. It feeds the
+first pass of a proposal the tokens that the host sends, and each later one the tokens of the pass before, which stay on
+the device. Graphs are captured for few row counts, at the start; a proposal runs in the smallest that holds its rows.
+Without one, passes run eagerly. They share the memory of their intermediate results with the graphs of decodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.device.capture import Captured, GraphMemory
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.sampling.sampler import NO_TOKEN
+
+SIZES = (1, 2, 4, 8, 16, 32, DRAFT_ROWS_MAX)
+INPUTS = 2  # int32 values per row beside its structure: see _Graph
+log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured pass.
+
+    Attributes:
+        batch: Static batch over the draft model's pool. Its extra inputs are [2, rows]: token (NO_TOKEN: that of the
+            pass before) and position.
+        captured: The graph. It leaves the greedy tokens in `DraftGraphs.chosen`.
+    """
+
+    batch: PagedBatch
+    captured: Captured
+
+
+class DraftGraphs:
+    """The captured passes of a draft model.
+
+    Args:
+        draft: The draft model.
+        pool: Its pool, with the scratch blocks.
+        rows_max: The most rows of a proposal.
+        width: The most blocks of a row, scratch blocks included.
+        memory: Memory of graphs, as of the decode graphs; None on a CPU.
+    """
+
+    def __init__(self, draft: LoadedModel, pool: KvPool, rows_max: int, width: int, memory: GraphMemory | None) -> None:
+        self._draft, self._pool, self._memory = draft, pool, memory
+        self._sizes = [*(size for size in SIZES if size < rows_max), min(rows_max, SIZES[-1])]
+        self._graphs: dict[int, _Graph] = {}
+        self._width = width
+        device = draft.device.torch_device
+        self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
+        self.chosen = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
+        self._drafted = torch.zeros((DRAFT_TOKENS_MAX, self._sizes[-1]), dtype=torch.int64, device=device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Row counts of the graphs that are, or may be, captured."""
+        return tuple(self._sizes)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all graphs, the largest first. After a failure, which is logged, passes run eagerly."""
+        for size in reversed(self.sizes):
+            if size in self._sizes:  # a failure drops all
+                self.capture_one(size)
+
+    @torch.inference_mode()
+    def capture_one(self, size: int) -> bool:
+        """Capture the graph of `size` rows, one of `sizes`; return whether it succeeded."""
+        try:
+            self._graphs[size] = self._capture(size)
+        except Exception as error:  # noqa: BLE001 - foreign model code may synchronise or fail in any way
+            log.warning("drafts run without graphs: capturing failed: %s: %s", type(error).__name__, error)
+            self.close()
+            return False
+        return True
+
+    def can_run(self, rows: int, width: int) -> bool:
+        """Return whether a graph holds so many rows of so many blocks."""
+        return bool(self._graphs) and rows <= max(self._graphs) and width <= self._width
+
+    @torch.inference_mode()
+    def run(
+        self,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        tables: npt.NDArray[np.int32],
+        passes: int,
+    ) -> torch.Tensor:
+        """Queue the passes of a proposal that `can_run` accepted.
+
+        Args:
+            tokens: [rows] int32, the last token of each row.
+            positions: [rows] int32, their positions.
+            tables: [rows, width] int32, with scratch blocks.
+            passes: Tokens to draft, 1 to DRAFT_TOKENS_MAX.
+
+        Returns:
+            [passes, rows] int64 on the device. The next call overwrites it.
+
+        Raises:
+            RuntimeError: torch failed to replay a graph.
+        """
+        rows, captured = len(tokens), sorted(self._graphs)
+        graph = self._graphs[captured[bisect_left(captured, rows)]]
+        for number in range(passes):
+            fed = tokens if number == 0 else np.full(rows, NO_TOKEN, np.int32)
+            self._fill(graph, fed, positions + np.int32(number), tables)
+            graph.captured.replay()
+            self._drafted[number, :rows].copy_(self.chosen[:rows])
+        return self._drafted[:passes, :rows]
+
+    def close(self) -> None:
+        """Drop all graphs and their memory."""
+        self._draft.device.synchronize()
+        self._sizes, self._graphs = [], {}
+        self._memory = self._places = None
+        self._draft.device.release_cached()
+
+    def _capture(self, size: int) -> _Graph:
+        draft, device = self._draft, self._draft.device
+        batch = self._pool.static_batch(size, self._width, self._places, INPUTS)
+
+        def run() -> None:
+            fed, positions = batch.extra_on_device.view(INPUTS, size).long().unbind()
+            fed = torch.where(fed == NO_TOKEN, self.chosen[:size], fed)
+            self.chosen[:size].copy_(draft.decode(fed, positions, batch, self._pool).argmax(1))
+
+        graph = _Graph(batch, Captured(run, None))
+        self._fill(graph, *np.zeros((2, 0), np.int32), np.zeros((0, 1), np.int32))  # padding rows write nothing
+        return replace(graph, captured=device.capture(run, self._memory))
+
+    def _fill(
+        self,
+        graph: _Graph,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        tables: npt.NDArray[np.int32],
+    ) -> None:
+        """Queue the copies of a graph's inputs."""
+        size = len(graph.batch.counts)
+        extra = np.zeros((INPUTS, size), np.int32)
+        # A row with a shorter proposal than others may run beyond the context; what it drafts there is dropped.
+        extra[:, : len(tokens)] = tokens, np.minimum(positions, self._draft.info.context_tokens_max - 1)
+        self._pool.fill(graph.batch, tables, positions + np.int32(1), extra.reshape(-1))
