@@ -81,8 +81,13 @@ class Tokenizer:
     @property
     def vocabulary(self) -> Collection[str]:
         """Return every token as spelled in the vocabulary."""
+        return self.token_ids.keys()
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """Return the id of every token, as spelled in the vocabulary."""
         found: Mapping[str, int] = self._tokenizer.get_vocab()
-        return found.keys()
+        return found
 
     @property
     def has_chat_template(self) -> bool:

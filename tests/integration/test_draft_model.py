@@ -251,7 +251,7 @@ def test_the_host_tier_keeps_the_draft_model_and_another_one_is_a_miss(
     ("coordinator", "fields", "words"),
     [
         ("", {}, "schedule.drafts_max is 0: set it to 4 or so, or leave draft_model out"),
-        (COORDINATOR, {"vocab_size": 2999}, "has 2999 tokens in its vocabulary"),
+        (COORDINATOR, {"vocab_size": 2999}, "has not the same number of tokens, 2999 and not 3000,"),
     ],
 )
 def test_a_draft_model_that_cannot_serve_is_refused(

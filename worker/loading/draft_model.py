@@ -2,15 +2,24 @@
 
 The draft model's K and V lie in the same blocks as the model's (`KvGeometry.beside`), and each pass of the model writes
 them too (`LoadedModel.write_draft`). Forks, prefix hits and copies between tiers therefore serve both models.
+
+Vocabularies are compared by their tokenizers: sizes alone tell little, because models of one family pad theirs to
+different sizes. A few tokens may differ, as special ones do, because a wrong draft changes no answer.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
-from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
+from kvforge.text.tokenizer import Tokenizer
 
 from .model import LoadedModel
+
+OTHER_MAX = 100  # vocabularies are the same if at most one token in so many is missing or has another id
+log = logging.getLogger("worker")
 
 
 def join_draft_model(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
@@ -33,7 +42,37 @@ def join_draft_model(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
     if draft.geometry.states:
         problem = f"{name!r} has recurrent states, which take back no wrong draft: choose a model without"
         raise InvalidConfiguration("draft_model", problem)
-    if draft.vocab_size != model.vocab_size:
-        problem = f"{name!r} has {draft.vocab_size} tokens in its vocabulary, {model.info.name} {model.vocab_size}"
-        raise InvalidConfiguration("draft_model", f"{problem}: choose a model with the same vocabulary")
+    problem = vocabulary_problem(_token_ids(model), _token_ids(draft), model.vocab_size, draft.vocab_size)
+    if problem:
+        problem = f"{name!r} {problem} as {model.info.name}: choose a model with the same vocabulary"
+        raise InvalidConfiguration("draft_model", problem)
     return replace(model, draft=draft, geometry=replace(model.geometry, beside=draft.geometry))
+
+
+def vocabulary_problem(
+    own: Mapping[str, int] | None, other: Mapping[str, int] | None, own_size: int, other_size: int
+) -> str:
+    """Return how a draft model's vocabulary differs; "" if drafts can fit.
+
+    Args:
+        own: The ids of the model's tokens; None: it has no tokenizer.
+        other: The same of the draft model.
+        own_size: The size of the model's vocabulary.
+        other_size: The same of the draft model. Counts only without both tokenizers.
+    """
+    if own is None or other is None:
+        return "" if own_size == other_size else f"has not the same number of tokens, {other_size} and not {own_size},"
+    alike = sum(other.get(token) == number for token, number in own.items())
+    apart = max(len(own), len(other)) - alike
+    if apart * OTHER_MAX > len(own):
+        return f"gives only {alike} of {len(own)} tokens the same ids"
+    return ""
+
+
+def _token_ids(model: LoadedModel) -> Mapping[str, int] | None:
+    """Return the ids of a model's tokens; None without a tokenizer that can be read."""
+    try:
+        return Tokenizer.load(model.info.source).token_ids
+    except KvforgeError as error:
+        log.debug("draft model: vocabularies are compared by their sizes: %s", error)
+        return None

@@ -252,6 +252,8 @@ class LoadedModel:
         assert pool.beside is not None, "the pool was made without the draft model"
         if self.draft.info.context_tokens_max < self.info.context_tokens_max:
             positions = positions.clamp(max=self.draft.info.context_tokens_max - 1)  # nothing is drafted beyond
+        if self.draft.vocab_size < self.vocab_size:
+            token_ids = token_ids.clamp(max=self.draft.vocab_size - 1)  # no text has tokens beyond the tokenizer's
         self.draft.write(token_ids, positions, batch.beside or batch, pool.beside)
 
     @torch.inference_mode()

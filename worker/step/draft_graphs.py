@@ -48,13 +48,16 @@ class DraftGraphs:
     Args:
         draft: The draft model.
         pool: Its pool, with the scratch blocks.
+        tokens: Drafted tokens are [0, tokens).
         rows_max: The most rows of a proposal.
         width: The most blocks of a row, scratch blocks included.
         memory: Memory of graphs, as of the decode graphs; None on a CPU.
     """
 
-    def __init__(self, draft: LoadedModel, pool: KvPool, rows_max: int, width: int, memory: GraphMemory | None) -> None:
-        self._draft, self._pool, self._memory = draft, pool, memory
+    def __init__(
+        self, draft: LoadedModel, pool: KvPool, tokens: int, rows_max: int, width: int, memory: GraphMemory | None
+    ) -> None:
+        self._draft, self._pool, self._tokens, self._memory = draft, pool, tokens, memory
         self._sizes = [*(size for size in SIZES if size < rows_max), min(rows_max, SIZES[-1])]
         self._graphs: dict[int, _Graph] = {}
         self._width = width
@@ -135,7 +138,8 @@ class DraftGraphs:
         def run() -> None:
             fed, positions = batch.extra_on_device.view(INPUTS, size).long().unbind()
             fed = torch.where(fed == NO_TOKEN, self.chosen[:size], fed)
-            self.chosen[:size].copy_(draft.decode(fed, positions, batch, self._pool).argmax(1))
+            logits = draft.decode(fed, positions, batch, self._pool)
+            self.chosen[:size].copy_(logits[:, : self._tokens].argmax(1))
 
         graph = _Graph(batch, Captured(run, None))
         self._fill(graph, *np.zeros((2, 0), np.int32), np.zeros((0, 1), np.int32))  # padding rows write nothing

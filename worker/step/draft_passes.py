@@ -34,6 +34,7 @@ class DraftPasses:
     Args:
         draft: The draft model.
         pool: The pool of the model that it drafts for.
+        vocab_size: The size of that model's vocabulary; either may be padded further than the other.
         before: Called before passes are queued.
 
     Attributes:
@@ -42,7 +43,9 @@ class DraftPasses:
 
     graphs: DraftGraphs | None = None
 
-    def __init__(self, draft: LoadedModel, pool: KvPool, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, draft: LoadedModel, pool: KvPool, vocab_size: int, before: Callable[[], None] = lambda: None
+    ) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
         self._draft, self._pool, self._blocks = draft, pool.beside, pool.blocks
         self._scratch = pool.geometry.scratch_per_row
@@ -50,6 +53,7 @@ class DraftPasses:
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes = weight_bytes(draft) + pool.beside.bytes
         self._before, self._failed = before, False
+        self._tokens = min(vocab_size, draft.vocab_size)
 
     def use_graphs(self, rows_max: int, width: int, memory: GraphMemory | None) -> DraftGraphs:
         """Prepare captured passes.
@@ -60,7 +64,7 @@ class DraftPasses:
             memory: Memory of graphs; None on a CPU.
         """
         rows, width = min(rows_max, self.rows_max), width + self._scratch
-        self.graphs = DraftGraphs(self._draft, self._pool, rows, width, memory)
+        self.graphs = DraftGraphs(self._draft, self._pool, self._tokens, rows, width, memory)
         return self.graphs
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
@@ -84,7 +88,7 @@ class DraftPasses:
         counts = np.array([row.count for row in ordered])
         positions = np.array([row.position for row in ordered], np.int32)
         upload = self._draft.device.upload
-        first = np.array([row.token for row in ordered], np.int32)
+        first = np.minimum(np.array([row.token for row in ordered], np.int32), self._draft.vocab_size - 1)
         if self.graphs is not None and self.graphs.can_run(len(rows), tables.shape[1]):
             drafted = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
             kept = [tokens[:count] for tokens, count in zip(drafted, counts.tolist(), strict=True)]
@@ -95,7 +99,7 @@ class DraftPasses:
             at = positions[:live] + np.int32(number)
             batch = self._pool.batch(tables[:live], at, np.ones(live, np.int32))
             logits = self._draft.decode(fed[:live], upload(at.astype(np.int64)), batch, self._pool)
-            fed = logits.argmax(1)
+            fed = logits[:, : self._tokens].argmax(1)
             found.append(fed)
         tokens = torch.cat(found).cpu().numpy()
         drafted: list[list[int]] = [[] for _ in rows]

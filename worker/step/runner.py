@@ -146,7 +146,7 @@ class ModelRunner:
         self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
         self._draft_passes: DraftPasses | None = None
         if model.draft is not None and self.drafter is not None:
-            self._draft_passes = DraftPasses(model.draft, pool, self._note_end)
+            self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, self._note_end)
             self.drafter = ModelDrafter(LookupDrafter(slots_max, context), self._draft_passes)
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.

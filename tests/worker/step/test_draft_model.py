@@ -15,6 +15,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import SamplingParams, Step
 from kvforge.worker.device.device import open_device
 from kvforge.worker.drafts.model import ModelDrafter
+from kvforge.worker.loading import draft_model
 from kvforge.worker.loading.draft_model import join_draft_model
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -337,7 +338,11 @@ def test_a_model_that_keeps_windows_has_a_draft_model(
 @pytest.mark.parametrize(
     ("model", "draft", "words"),
     [
-        ({}, {"vocab_size": 96}, "has 96 tokens in its vocabulary, .* 97: choose a model with the same vocabulary"),
+        (
+            {},
+            {"vocab_size": 96},
+            r"has not the same number of tokens, 96 and not 97, as llama: choose a model with the same vocabulary",
+        ),
         ({}, "states", "has recurrent states, which take back no wrong draft: choose a model without"),
         ("states", {}, "has recurrent states, which take back no wrong draft: leave it out"),
     ],
@@ -353,6 +358,53 @@ def test_models_that_do_not_fit_are_refused(model: Any, draft: Any, words: str, 
     with pytest.raises(InvalidConfiguration, match=words) as caught:
         join_draft_model(loaded(model), loaded(draft))
     assert caught.value.field == "draft_model"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("size", [90, 101])
+def test_vocabularies_may_be_padded_differently(
+    size: int, graphs: bool, load: Load, tiny: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokenizers agree: tokens that one lacks are never drafted, and harmless where a text has them."""
+    model = load("same")
+    plain = replace(model, draft=None, geometry=replace(model.geometry, beside=None))
+    monkeypatch.setattr(draft_model, "_token_ids", lambda _: {str(token): token for token in range(90)})
+    joined = join_draft_model(plain, tiny("llama", block_size=BLOCK_SIZE, **SMALL, vocab_size=size))
+    want = [Drafting(plain).answer([each], none)[0] for each in answers_of([GREEDY] * len(PROMPTS))]
+    assert max(token for each in want for token in (*each.tokens, *each.prompt)) > 90
+    bench = without_lookup(nan_pool(Drafting(joined, graphs)), monkeypatch)
+    answers = answers_of([GREEDY] * len(PROMPTS))
+    for each in answers:
+        each.most = DRAFTS_MAX
+    outcome, drafted = bench.begin(answers), list[int]()
+    while len(answers[0].chosen) < TOKENS:
+        drafted += [token for tokens in proposed(outcome).values() for token in tokens]
+        drafter_of(bench).pacing.verified([(0, 2, 1)])
+        outcome = bench.advance(answers, none)
+    assert [each.chosen for each in answers] == [each.chosen for each in want]
+    assert len(drafted) > TOKENS
+    assert max(drafted) < min(size, 97)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "sizes", "words"),
+    [
+        (None, None, (9, 9), ""),
+        (None, {"a": 0}, (9, 8), "has not the same number of tokens, 8 and not 9,"),
+        ({"a": 0, "b": 1}, {"a": 0, "b": 1}, (9, 64), ""),
+        ({"a": 0, "b": 1}, {"a": 1, "b": 0}, (9, 9), "gives only 0 of 2 tokens the same ids"),
+        ({str(at): at for at in range(200)}, {str(at): at for at in range(202)}, (9, 9), ""),
+        (
+            {str(at): at for at in range(200)},
+            {str(at): at for at in range(203)},
+            (9, 9),
+            "gives only 200 of 200 tokens the same ids",
+        ),
+    ],
+)
+def test_vocabularies_are_compared_by_their_tokens(own: Any, other: Any, sizes: tuple[int, int], words: str) -> None:
+    assert draft_model.vocabulary_problem(own, other, *sizes) == words
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, KvforgeError, WorkerError
 from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
@@ -16,6 +17,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import CPU_KV_BYTES, WorkerConfig
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.packed import stored_bytes
+from kvforge.worker.loading.draft_model import join_draft_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.weight_bytes import weight_bytes
 from kvforge.worker.step import memory
@@ -117,7 +119,7 @@ def test_why_the_largest_step_failed_decides_whether_a_new_start_may_help(
 @pytest.mark.parametrize(("rows_max", "step_rows_max"), [(1, 8), (2, 8), (8, 8), (64, 20), (300, 512)])
 def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_rows_max: int) -> None:
     """The largest graph of a kind allocates the shared buffers, each further graph only its own nodes."""
-    free, captured, prompts = [10**9], [], []
+    free, captured, prompts, drafts = [10**9], [], [], []
 
     def capture_one(rows: int) -> None:
         free[0] -= 10**4 if captured else 10**7 + rows * 10**4
@@ -127,18 +129,25 @@ def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_r
         free[0] -= 10**3 if prompts else 10**6
         prompts.append(size)
 
+    def capture_drafts(rows: int) -> None:
+        free[0] -= 10**2 if drafts else 10**5
+        drafts.append(rows)
+
     runner = SimpleNamespace(
         graphs=SimpleNamespace(capture_one=capture_one),
         prompt_graphs=SimpleNamespace(capture_one=capture_prompts, sizes=(1, 2, 3)),
+        draft_graphs=SimpleNamespace(capture_one=capture_drafts, sizes=(1, 2, 4, 8)),
         model=SimpleNamespace(device=SimpleNamespace(free_bytes=lambda: free[0])),
         limits=SimpleNamespace(step_rows_max=step_rows_max),
     )
     told = memory._graph_bytes(cast(ModelRunner, runner), rows_max)
     sizes = memory.bucket_sizes(min(rows_max, step_rows_max))
-    assert captured == list(sizes[::-1][:2]) and prompts == [3, 2]
+    assert captured == list(sizes[::-1][:2]) and prompts == [3, 2] and drafts == [8, 4]
     for rows in sizes[::-1][2:]:
         capture_one(rows)
     capture_prompts(1)
+    capture_drafts(2)
+    capture_drafts(1)
     assert told == 10**9 - free[0]
 
 
@@ -247,3 +256,30 @@ def test_more_than_all_memory_is_refused_by_name(tiny: Callable[..., LoadedModel
     model = tiny("llama")
     with pytest.raises(InvalidConfiguration, match=r"^blocks: \d+ blocks of this model take"):
         memory.pool_blocks(config(blocks=total // model.geometry.bytes_per_block + 1), model, welcome(), 0)
+
+
+def test_a_draft_model_needs_a_coordinator_that_verifies_drafts(model: LoadedModel) -> None:
+    memory.check_drafts(config(), welcome())
+    memory.check_drafts(config(draft_model="d"), welcome(drafts_max=1))
+    with pytest.raises(InvalidConfiguration, match=r"'d', but the coordinator's schedule\.drafts_max is 0") as caught:
+        memory.check_drafts(config(draft_model="d"), welcome())
+    assert caught.value.field == "draft_model"
+    with pytest.raises(InvalidConfiguration, match="'d', but ranks is 2: leave it out, or set ranks to 1"):
+        config(draft_model="d", ranks=2)
+    joined = join_draft_model(model, model)
+    assert weight_bytes(joined) == 2 * weight_bytes(model)
+    assert memory.pool_blocks(config(kv_bytes=1 << 20), joined, welcome(), 0) == joined.geometry.blocks_for(1 << 20)
+
+
+def test_the_largest_step_is_tried_with_a_draft_model(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pass of the same tokens, its scratch blocks and its graphs count."""
+    joined, written = join_draft_model(model, model), list[int]()
+    write = LoadedModel.write
+
+    def watched(self: LoadedModel, tokens: torch.Tensor, *rest: object) -> None:
+        written.append(len(tokens))
+        write(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LoadedModel, "write", watched)
+    memory._trial_bytes(joined, welcome(drafts_max=3), graph_rows_max=4)
+    assert written[0] == 39
