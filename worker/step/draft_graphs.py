@@ -142,7 +142,8 @@ class DraftGraphs:
             self.chosen[:size].copy_(logits[:, : self._tokens].argmax(1))
 
         graph = _Graph(batch, Captured(run, None))
-        self._fill(graph, *np.zeros((2, 0), np.int32), np.zeros((0, 1), np.int32))  # padding rows write nothing
+        nothing = np.zeros(0, np.int32)
+        self._fill(graph, nothing, nothing, np.zeros((0, 1), np.int32))  # padding rows write nothing
         return replace(graph, captured=device.capture(run, self._memory))
 
     def _fill(

@@ -90,8 +90,8 @@ class DraftPasses:
         upload = self._draft.device.upload
         first = np.minimum(np.array([row.token for row in ordered], np.int32), self._draft.vocab_size - 1)
         if self.graphs is not None and self.graphs.can_run(len(rows), tables.shape[1]):
-            drafted = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
-            kept = [tokens[:count] for tokens, count in zip(drafted, counts.tolist(), strict=True)]
+            chosen = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
+            kept = [tokens[:count] for tokens, count in zip(chosen, counts.tolist(), strict=True)]
             return [tokens for _, tokens in sorted(zip(order, kept, strict=True))]
         fed, found = upload(first.astype(np.int64)), list[torch.Tensor]()
         for number in range(int(counts[0])):
@@ -104,8 +104,8 @@ class DraftPasses:
         tokens = torch.cat(found).cpu().numpy()
         drafted: list[list[int]] = [[] for _ in rows]
         ends = np.cumsum([len(each) for each in found])
-        for chosen in np.split(tokens, ends[:-1]):  # of one pass each
-            for row, token in zip(order, chosen.tolist(), strict=False):
+        for part in np.split(tokens, ends[:-1]):  # the tokens of each pass
+            for row, token in zip(order, part.tolist(), strict=False):
                 drafted[row].append(token)
         return drafted
 
