@@ -169,8 +169,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.draft_model and self.ranks > 1:
             problem = f"{self.draft_model!r}, but ranks is {self.ranks}: leave it out, or set ranks to 1"
             raise InvalidConfiguration("draft_model", problem)
-        if self.host_bytes and self.ranks > 1:
-            raise InvalidConfiguration("host_bytes", f"{self.host_bytes}, but ranks is {self.ranks}: set it to 0")
+        if self.disk_bytes and self.ranks > 1:
+            raise InvalidConfiguration("disk_bytes", f"{self.disk_bytes}, but ranks is {self.ranks}: set it to 0")
         if self.disk_bytes and not self.host_bytes:
             problem = f"{self.disk_bytes}, but host_bytes is 0: blocks go to the disk through the host file"
             raise InvalidConfiguration("disk_bytes", problem)

@@ -141,7 +141,7 @@ def host_path(folder: str, runtime: Path, name: str) -> Path:
     Args:
         folder: The configured folder; "": the system's folder in memory.
         runtime: The coordinator's runtime folder.
-        name: The worker's name.
+        name: The worker's name; of one of several ranks, with its rank.
 
     Raises:
         InvalidConfiguration: There is no such folder.

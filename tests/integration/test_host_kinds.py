@@ -1,4 +1,4 @@
-"""The host tier for models with blocks of several kinds: windows and recurrent states come back with the same bits."""
+"""The host tier for models with blocks of several kinds and for ranks: what comes back has the same bits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvforge import Client
+from kvforge import Client, SamplingParams
 from tests.worker.loading.random_models import save
 from tests.worker.step.test_windows import COMMON, MODELS
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
-from .test_host_tier import CACHED, GREEDY, PROMPTS, bits, found, restarted, serve, settings
+from .test_host_tier import BLOCKS, CACHED, GREEDY, LONG, PROMPTS, bits, found, restarted, serve, settings
 
 KINDS = {"qwen2": 48, "gemma3": 96, "lfm2": 30, "qwen3_5": 30}  # blocks of the pool, which holds about one prompt
 CHECKPOINT = 128  # the last multiple of a chunk of 64 tokens
@@ -66,3 +66,51 @@ def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, 
             assert list(map(bits, results)) == list(map(bits, 3 * whole))
         (pool,) = wait_empty(kv).pools
         assert pool.host_free + pool.host_cached == pool.host_blocks
+
+
+# behaviour: the sequences of a killed worker go on from the host with their windows or their state
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+def test_running_sequences_go_on_if_they_are_written_back(name: str, tmp_path: Path) -> None:
+    more = "[cache]\nhost_writeback_blocks = 8\ncheckpoint_tokens = 32\n"
+    with cluster_of(name, tmp_path, 400, more) as cluster:
+        kv = started(cluster)
+        sampling = SamplingParams(temperature=0.0, logprobs=2, ignore_eos=True)
+        whole = [kv.submit(prompt, max_tokens=LONG, sampling=sampling, cache_salt="whole") for prompt in PROMPTS[:2]]
+        expected = [bits(request.result(60)) for request in whole]
+        running = [kv.submit(prompt, max_tokens=LONG, sampling=sampling) for prompt in PROMPTS[:2]]
+        for request in running:
+            for _ in zip(range(LONG // 2), request, strict=False):
+                pass
+        restarted(cluster, kv)
+        assert [bits(request.result(120)) for request in running] == expected
+        computed = 2 * (CACHED + LONG // 2)
+        assert 0 < kv.stats().requests.recomputed_tokens_total < computed // 2
+
+
+# behaviours: each rank has its share of a prefix in a file of its own; it comes back after one rank was killed
+def test_the_files_of_ranks_are_found_again(tmp_path: Path) -> None:
+    names = ("w0", "w1")
+    with Cluster(ranks=2, blocks=BLOCKS) as cluster:
+        cluster.start_coordinator()
+        for name in names:
+            cluster.start_worker(name, settings(cluster))
+        kv = cluster.client()
+        kv.wait_ready(300)
+        whole = [serve(kv, prompt) for prompt in PROMPTS]
+        again = [serve(kv, prompt) for prompt in PROMPTS]
+        assert found(again) == [CACHED] * len(PROMPTS)
+        assert list(map(bits, again)) == list(map(bits, whole))
+        assert len(list(cluster.folder.glob("kvforge-host-*"))) == len(names)
+        for victim, other in (names, names[::-1]):  # while blocks are copied in both directions
+            running = [kv.submit(prompt, max_tokens=4, sampling=GREEDY) for prompt in 3 * PROMPTS]
+            next(iter(running[1]))
+            cluster.kill(victim)
+            assert cluster.end(other) != 0, "its supervisor must start it again"
+            for name in names:
+                cluster.start_worker(name, settings(cluster))
+            results = [request.result(120) for request in running]
+            assert list(map(bits, results)) == list(map(bits, 3 * whole))
+            assert any(found(results))
+        (pool,) = wait_empty(kv).pools
+        assert pool.host_loaded_total > 0 and pool.host_free + pool.host_cached == pool.host_blocks

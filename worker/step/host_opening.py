@@ -40,7 +40,8 @@ def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> Ho
     if not blocks:
         problem = f"{config.host_bytes} bytes hold no block; one takes {geometry.bytes_per_block}"
         raise InvalidConfiguration("host_bytes", problem)
-    path = host_path(config.host_dir, config.runtime_path, config.name)
+    name = config.name if config.ranks == 1 else f"{config.name}\n{config.rank}"
+    path = host_path(config.host_dir, config.runtime_path, name)
     file = HostFile(path, layout_of(config, model), blocks, geometry.bytes_per_block)
     log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
     transfers = HostTransfers(pool, file)
@@ -71,6 +72,9 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
         "kvforge": __version__,
         "torch": torch.__version__,
     }
+    if config.ranks > 1:
+        parts |= {"rank": config.rank, "ranks": config.ranks, "expert_parallel": config.expert_parallel}
+        parts |= {"collectives": config.collectives}
     return "\n".join(f"{name}: {value}" for name, value in parts.items())
 
 

@@ -284,10 +284,9 @@ class WorkerReports:
                 f"but other workers or live requests use {model.name!r} ({model.fingerprint[:12]}): "
                 "all must use the same model; a start with --fresh discards the state of earlier runs"
             )
-        if message.host_blocks and worker.ranks > 1:
-            raise ProtocolError(f"worker {worker.name}: host_blocks of a worker with ranks is not supported")
-        if message.host_blocks and self._cache.host_tiers.is_mapped(message.host_identity):
-            raise Conflict(f"worker {worker.name!r} announces the host file of another worker: give each its own name")
+        if message.disk_blocks and worker.ranks > 1:
+            raise ProtocolError(f"worker {worker.name}: disk_blocks of a worker with ranks is not supported")
+        self._check_host_file(worker, message)
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
         self.changed.add(worker.number)
@@ -297,6 +296,7 @@ class WorkerReports:
             if announced is None:
                 return
             worker, message = team.members[0], announced
+            self._check_host_file(worker, message)
         group = worker.group = self._cache.add_group(worker.number, worker.name, message)
         self.registered_total += 1
         if team is not None:
@@ -307,6 +307,10 @@ class WorkerReports:
         self._log("info", "worker ready", "worker_ready", worker, **facts)
         if model is None:
             self._commands.recheck()
+
+    def _check_host_file(self, worker: Worker, message: WorkerReady) -> None:
+        if message.host_blocks and self._cache.host_tiers.is_mapped(message.host_identity):
+            raise Conflict(f"worker {worker.name!r} announces the host file of another worker: give each its own name")
 
     def _rank_ready(self, worker: Worker, team: Team, message: WorkerReady) -> WorkerReady | None:
         """Return the joint announcement of all ranks, or None while one is still loading."""
