@@ -54,7 +54,7 @@ class HostRanks(Ranks):
         return self.request(request).cached_tokens
 
     def evicted(self) -> list[FakeWorker]:
-        """Start, and serve two prompts, of which the second takes the blocks of the first."""
+        """Start, and serve two prompts: the second takes the blocks of the first."""
         ranks = self.start()
         assert [self.serve_prompt(prompt) for prompt in (FIRST, SECOND)] == [0, 0]
         return ranks

@@ -215,6 +215,7 @@ def run_mortal(seed: int, name: str) -> Outcome:
     settings = TWO_POOLS if name in IN_TWO_POOLS else drawn(seed, states=0.0, windows=0.0)[0]
     settings = replace(settings, kinds=False, ranks=(), scores=False)
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
+    settings = replace(settings, disk_blocks=0) if settings.ranks else settings
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
     drawer = ActionDrawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
     return play(seed, mortal, drawer.actions(), MORTAL_EVENTS)

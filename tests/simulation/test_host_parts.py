@@ -9,7 +9,7 @@ from tests.amount import examples
 from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import plant
-from tools.simulation.faults_of_parts import FAULTS_OF_PARTS, OF_STATES
+from tools.simulation.faults_of_parts import FAULTS_OF_PARTS, OF_RANKS, OF_STATES
 from tools.simulation.runner import Outcome, play, run_seed
 from tools.simulation.settings import Settings
 
@@ -20,6 +20,7 @@ WINDOWED = msgspec.structs.replace(HOSTED, window=3, window_pages=2, workers=(26
 STATEFUL = msgspec.structs.replace(
     HOSTED, kinds=True, state_blocks=2, prompt_chunk=2, checkpoint_tokens=2, workers=(20,), host_blocks=96, quotas={}
 )
+RANKED = msgspec.structs.replace(HOSTED, ranks=(2,))
 # Seeds to try first; see test_bites.
 LIKELY = {
     "host_hit_without_its_windows": 2,
@@ -40,7 +41,7 @@ def test_every_promise_is_kept(states: float, windows: float) -> None:
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
-@pytest.mark.parametrize("settings", [WINDOWED, STATEFUL])
+@pytest.mark.parametrize("settings", [WINDOWED, STATEFUL, RANKED])
 @pytest.mark.parametrize("seed", sorted({0, *LIKELY.values()}))
 def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) -> None:
     outcome = run_mixed(seed, settings)
@@ -49,7 +50,7 @@ def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) ->
 
 @pytest.mark.parametrize("name", FAULTS_OF_PARTS)
 def test_the_simulator_finds_a_planted_fault(name: str) -> None:
-    likely, settings = LIKELY.get(name, 0), STATEFUL if name in OF_STATES else WINDOWED
+    likely, settings = LIKELY.get(name, 0), STATEFUL if name in OF_STATES else RANKED if name in OF_RANKS else WINDOWED
     with plant(name, FAULTS_OF_PARTS):
         for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
             if run_mixed(seed, settings).error:

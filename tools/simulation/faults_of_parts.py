@@ -1,4 +1,4 @@
-"""Faults to plant in host entries of window blocks and checkpoints; see `faults`.
+"""Faults to plant in host entries of window blocks and checkpoints, and in host files of ranks; see `faults`.
 
 They need worlds with host files and such a model, so they are apart from the faults of all worlds.
 """
@@ -15,9 +15,12 @@ from kvforge.coordinator.core.cache.host_hits import PrefixSearch
 from kvforge.coordinator.core.cache.host_parts import CHECKPOINT
 from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier
 from kvforge.coordinator.core.cache.residency import Residency
+from kvforge.coordinator.core.workers import teams
+from kvforge.coordinator.core.workers.teams import Team
 from tools.simulation.faults import Patch
 
 FAULTS_OF_PARTS: dict[str, Callable[[], list[Patch]]] = {}
+OF_RANKS = {"host_file_of_the_first_rank_alone", "host_copies_of_the_first_rank_alone"}
 OF_STATES = {"checkpoint_on_the_host_of_another_position", "checkpoint_on_the_host_of_any_position"}
 
 
@@ -118,3 +121,36 @@ def windows_from_the_host_count_at_once() -> list[Patch]:
             self._sequences.computed[slot] = self._sequences.scheduled[slot]
 
     return [(Residency, "_load", at_once)]
+
+
+@fault
+def host_file_of_the_first_rank_alone() -> list[Patch]:
+    """The books go on with whatever files the other ranks have."""
+    return [(teams, "_joint_identity", lambda identities: identities[0])]
+
+
+@fault
+def host_copies_of_the_first_rank_alone() -> list[Patch]:
+    """A step's copies count when the first rank has made them, and stay when the others are lost."""
+    answer = Team.answer
+
+    def believed(self: Team, rank: int, result: Any) -> bool:
+        group = self.members[0].group if 0 in self.members else None
+        if rank == 0 and group is not None and group.host is not None:
+            for sent in group.host.sent:
+                if sent.step == result.step_id:
+                    for node_id in sent.writes:
+                        node = group.host.tier.nodes[node_id]
+                        if not node.written:
+                            group.host.tier.filled(node_id)
+        return answer(self, rank, result)
+
+    return [(Team, "answer", believed), (HostTier, "written", lambda self, node_id: None), (HostCopies, "lost", _kept)]
+
+
+def _kept(self: HostCopies) -> None:
+    self.sent = type(self.sent)(type(sent)(sent.step, (), ()) for sent in self.sent)
+    LOST(self)
+
+
+LOST = HostCopies.lost

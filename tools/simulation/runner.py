@@ -72,7 +72,7 @@ def drawn(
         states: the share of models with a recurrent state.
         windows: the share of models with layers that have a sliding window.
         drafts: the share of worlds in which workers propose drafts.
-        hosts: the share of worlds without ranks in which workers have host files.
+        hosts: the share of worlds in which workers have host files.
         disks: the share of those in which workers have disk tiers too.
     """
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))

@@ -337,7 +337,7 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
 
 def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds workers have host files, beside smaller pools."""
-    if random.random() >= share or settings.ranks:
+    if random.random() >= share:
         return settings
     blocks = random.choice((1, 3, 8, 16, 40)) * (1 + settings.window_pages + min(1, settings.state_blocks))
     flips, writeback = random.choice((0.0, 0.2)), random.choice((0, 1, 4))
@@ -356,7 +356,8 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
 
 def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds with host files, workers have disk tiers too."""
-    if random.random() >= share or not settings.host_blocks or settings.state_blocks or settings.window_pages:
+    apart = settings.state_blocks or settings.window_pages or max(settings.ranks, default=1) > 1
+    if random.random() >= share or not settings.host_blocks or apart:
         return settings
     blocks = random.choice((1, 4, 16, 60))
     quotas = {

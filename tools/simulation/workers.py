@@ -307,7 +307,7 @@ class SimulatedWorker:
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
         count = host.settings.host_blocks
-        self._file = HostFile(name, count, host.settings.block_size) if count else None
+        self._file = HostFile(self.label, count, host.settings.block_size) if count else None
         blocks, random = host.settings.disk_blocks, Random(f"disk/{seed}/{name}")
         shares = host.settings.late_share, host.settings.stuck_share
         self._disk = SimulatedDisk(blocks, random, host.settings.block_size, *shares) if blocks else None
@@ -656,7 +656,7 @@ class SimulatedWorker:
         if step.zeros.size:
             memory.zero(step.zeros)
         missed: list[int] = []
-        file.flip(self._random, self._host.settings.flip_share)
+        self._flip(step, file)
         for block, host_block, low, high in reads:
             found = file.read(host_block, (low, high))
             if host_block in file.flipped:
@@ -667,6 +667,15 @@ class SimulatedWorker:
             memory.put_cells(block, found)
         copied = [*(copy[1] for copy in (*writes, *reads)), *step.host_wipes.tolist()]
         return np.array(copied, np.int32), np.array(missed, np.int32)
+
+    def _flip(self, step: Step, file: HostFile) -> None:
+        """Flip a bit now and then; of several ranks the same one, since all compute from what one has missed."""
+        share = self._host.settings.flip_share
+        if self.ranks == 1:
+            file.flip(self._random, share)
+        elif share:
+            draws = Draws(f"{self._seed}/{self.name}/{self._epoch}/{step.step_id}")
+            file.flipped.update(block for block in step.host_reads[1::4].tolist() if draws.random() < share)
 
     def _computed(self, step: Step, took_us: int) -> StepResult:
         assert self._reader is not None
