@@ -1,8 +1,8 @@
 """The worker's side of the disk tier: orders to the copying process, and its results.
 
-Nothing here waits, except the start and the end. The process gets few orders at a time, reads before writes, so that a
-request waits for no more than these. If it dies, its orders and all later ones fail: the coordinator then turns the
-tier off, and serving goes on.
+Nothing here waits, except the start and the end. The process gets few orders at a time: reads of several blocks are
+under way together, and a write beside them, so that a request waits for no more than these. If it dies, its orders and
+all later ones fail: the coordinator then turns the tier off, and serving goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -35,9 +36,11 @@ from kvforge.protocol.messages import (
     Int32Array,
 )
 
-from .copying import HEAD_NUMBERS, OWNER_NUMBERS, RESULT_NUMBERS, CopyingSettings
+from .copiers import RESULT_NUMBERS
+from .copying import HEAD_NUMBERS, OWNER_NUMBERS, CopyingSettings
 
-AT_ONCE = 8  # orders that the process has
+READS_EACH = 2  # orders that a process has, so that it need not wait for the next
+WRITES_AT_ONCE = 4
 KNOWN_MAX = 1 << 14  # answered orders that are remembered: more than a coordinator has in flight
 ENTRIES_BYTES = 256 << 10  # of one DiskEntries
 START_S, END_S = 120.0, 10.0
@@ -47,13 +50,14 @@ log = logging.getLogger("worker")
 
 @dataclass
 class Process:
-    """A copying process, and what it recovered."""
+    """A copying process, what it recovered, and why it copies through the page cache ("" where it does not)."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
     entries: Int32Array
     dropped: int
     usable: int
+    indirect: str
 
 
 class DiskCopier:
@@ -80,12 +84,12 @@ class DiskCopier:
     def _start(self) -> None:
         self._queues: tuple[deque[Int32Array], deque[Int32Array]] = (deque(), deque())  # reads, writes
         self._known: dict[int, tuple[int, int] | None] = {}  # outcomes by id; None: not answered
-        self._given: set[int] = set()
+        self._given: tuple[set[int], set[int]] = (set(), set())  # as the queues
         self._answers: list[tuple[int, int, int]] = []
         self._received = b""
         self._process: Process | None = self._launch()
         count, dropped = len(self._process.entries), self._process.dropped
-        log.info("disk tier: %d blocks in %s, %d recovered", self.blocks, self._settings.folder, count)
+        log.info("disk tier: %d blocks in %s, %d recovered; %s", self.blocks, self._settings.folder, count, self.how)
         if dropped:
             log.warning("disk tier: %d damaged records were dropped", dropped)
 
@@ -105,13 +109,24 @@ class DiskCopier:
         try:
             head = np.frombuffer(_received(ours, 4 * HEAD_NUMBERS), np.int32)
             entries = np.frombuffer(_received(ours, 4 * self._width * int(head[0])), np.int32).reshape(-1, self._width)
+            indirect = _received(ours, int(np.frombuffer(_received(ours, 4), np.int32)[0])).decode()
         except OSError as error:
             process.kill()
             process.wait()
             ours.close()
             raise WorkerError(f"the process of the disk tier did not start ({error}): see its log") from None
         ours.setblocking(False)
-        return Process(process, ours, entries, int(head[1]), int(head[2]))
+        return Process(process, ours, entries, int(head[1]), int(head[2]), indirect)
+
+    @property
+    def how(self) -> str:
+        """How blocks are copied, for people."""
+        if self._process is None:
+            return "its process has ended"
+        cache = (
+            f"through the page cache ({self._process.indirect})" if self._process.indirect else "past the page cache"
+        )
+        return f"{self._settings.readers} processes read, {cache}"
 
     # ----------------------------------------------------------------------------------------------------------- orders
 
@@ -153,7 +168,7 @@ class DiskCopier:
 
     def results(self, epoch: int) -> DiskResults | None:
         """Return the results that have come; None if there are none. Never waits."""
-        if self._given:
+        if any(self._given):
             self._receive()
         if not self._answers:
             return None
@@ -175,13 +190,15 @@ class DiskCopier:
     # ---------------------------------------------------------------------------------------------------------- process
 
     def _feed(self) -> None:
-        while self._process is not None and len(self._given) < AT_ONCE and any(self._queues):
-            order = (self._queues[0] or self._queues[1]).popleft()
-            self._given.add(int(order[0]))
-            try:
-                self._process.socket.sendall(order.astype(np.int32).tobytes())
-            except OSError as error:
-                self._died(error)
+        limits = READS_EACH * self._settings.readers, WRITES_AT_ONCE
+        for queue, given, most in zip(self._queues, self._given, limits, strict=True):
+            while self._process is not None and len(given) < most and queue:
+                order = queue.popleft()
+                given.add(int(order[0]))
+                try:
+                    self._process.socket.sendall(order.astype(np.int32).tobytes())
+                except OSError as error:
+                    self._died(error)
         if self._process is None:
             self._fail_all()
 
@@ -203,7 +220,8 @@ class DiskCopier:
         results = np.frombuffer(self._received, np.int32, whole * RESULT_NUMBERS).reshape(-1, RESULT_NUMBERS)
         self._received = self._received[4 * RESULT_NUMBERS * whole :]
         for number, outcome, usable in results.tolist():
-            self._given.discard(number)
+            for given in self._given:
+                given.discard(number)
             self._answer(number, outcome, usable)
         self._feed()
 
@@ -222,7 +240,9 @@ class DiskCopier:
         self._fail_all()
 
     def _fail_all(self) -> None:
-        given, self._given = sorted(self._given), set()
+        given = sorted(self._given[0] | self._given[1])
+        for each in self._given:
+            each.clear()
         queued = [int(order[0]) for queue in self._queues for order in queue]
         for queue in self._queues:
             queue.clear()
@@ -233,16 +253,27 @@ class DiskCopier:
         process, self._process = self._process, None
         if process is None:
             return
-        process.socket.close()
         try:
             if kill:
-                os.kill(process.process.pid, signal.SIGKILL)
+                os.killpg(process.process.pid, signal.SIGKILL)
+            process.socket.shutdown(socket.SHUT_WR)
             process.process.wait(END_S)
-        except ProcessLookupError:
+            _await_end(process.socket)
+        except (ProcessLookupError, OSError):
             process.process.wait()
         except subprocess.TimeoutExpired:
             log.warning("disk tier: its process does not end within %g s: it is killed", END_S)
-            process.process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.process.pid, signal.SIGKILL)
+        finally:
+            process.socket.close()
+
+
+def _await_end(ours: socket.socket) -> None:
+    """Wait until no process has the other end any more. Raises OSError if one still has it after END_S."""
+    ours.settimeout(END_S)
+    while ours.recv(1 << 16):
+        pass
 
 
 def _received(ours: socket.socket, size: int) -> bytes:

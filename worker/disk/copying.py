@@ -1,11 +1,13 @@
 """The process that copies between the host file and the disk: `python -m kvforge.worker.disk.copying SETTINGS`.
 
 A worker starts it, and it dies with the worker. It inherits the descriptors of both locked files, so that their locks
-last until it has ended too. Over a socket it announces what it recovered, then carries out one order after the other:
+last until it has ended too. Over a socket it announces what it recovered, then gets orders, which its children carry
+out (`copiers`):
 
 | direction | bytes |
 |---|---|
 | to the worker, once | the head: entries, damaged records, slots that exist; then each entry, its owner and tokens |
+| to the worker, once | why blocks go through the page cache: the bytes of that text, and it |
 | from the worker | orders, as rows of `DiskOrders` with owner and tokens behind each |
 | to the worker | results, as rows of `DiskResults` |
 
@@ -36,6 +38,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.worker.host_file import MappedBlocks
 
+from .copiers import Copiers
 from .folder import BoundedSegments
 from .records import Entry
 from .recovery import usable
@@ -43,8 +46,14 @@ from .sealing import Sealer, read_key
 from .segments import Geometry
 from .store import BlockStore, Damaged, DiskFull, NotFound
 
-HEAD_NUMBERS, RESULT_NUMBERS, OWNER_NUMBERS = 3, 3, 2
+HEAD_NUMBERS, OWNER_NUMBERS = 3, 2
+READERS = 4
 log = logging.getLogger("worker")
+
+
+def order_numbers(block_tokens: int) -> int:
+    """Return the numbers of an order."""
+    return DISK_ORDER_NUMBERS + OWNER_NUMBERS + block_tokens
 
 
 class CopyingSettings(msgspec.Struct, frozen=True):
@@ -63,6 +72,8 @@ class CopyingSettings(msgspec.Struct, frozen=True):
         segments_max: The most segments.
         bytes_max: The most bytes of all identities.
         key_file: The file with the key, "" for none.
+        readers: How many processes read.
+        direct: Whether blocks go past the page cache where that is possible.
     """
 
     socket: int
@@ -77,6 +88,8 @@ class CopyingSettings(msgspec.Struct, frozen=True):
     segments_max: int
     bytes_max: int
     key_file: str
+    readers: int = READERS
+    direct: bool = True
 
     @property
     def geometry(self) -> Geometry:
@@ -93,6 +106,7 @@ class CopyingSettings(msgspec.Struct, frozen=True):
             self.segments_max,
             Sealer(read_key(self.key_file)),
             self.bytes_max,
+            direct=self.direct,
         )
 
 
@@ -172,17 +186,16 @@ def main() -> int:
     """Serve the socket until the worker closes it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     settings = msgspec.json.decode(sys.argv[1], type=CopyingSettings)
-    store: BlockStore = settings.segments()
+    store = settings.segments()
     host = MappedBlocks(settings.host, settings.host_blocks, settings.block_bytes)
     copying = Copying(store, host, settings.block_tokens)
     with socket.socket(fileno=settings.socket) as worker:
         worker.setblocking(True)
         worker.sendall(copying.recovered().tobytes())
-        size = 4 * (DISK_ORDER_NUMBERS + OWNER_NUMBERS + settings.block_tokens)
-        while len(order := worker.recv(size, socket.MSG_WAITALL)) == size:
-            worker.sendall(copying.carry_out(np.frombuffer(order, np.int32)).tobytes())
-    store.close()
-    return 0
+        how = store.indirect.encode()
+        worker.sendall(np.array([len(how)], np.int32).tobytes() + how)
+        copiers = Copiers(worker, copying.carry_out, store.close, 4 * order_numbers(settings.block_tokens))
+        return copiers.serve(settings.readers)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,11 @@ class BoundedSegments(Segments):
         segments_max: int,
         sealer: Sealer,
         bytes_max: int,
+        *,
+        direct: bool = True,
     ) -> None:
         self._around, self._bytes_max = around, bytes_max
-        super().__init__(folder, identity, geometry, segments_max, sealer)
+        super().__init__(folder, identity, geometry, segments_max, sealer, direct=direct)
         self._make_room(0)
 
     @property

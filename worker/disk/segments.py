@@ -7,7 +7,9 @@ a full disk is noticed before a block is half-written.
 A block is written in this order: its old record is removed, then the block, then its record. A process that dies leaves
 a slot without a record. Nothing waits for the disk (fsync), except `close`: if the host dies, the kernel may not have
 written the last half minute, in any order. Recovery then finds no record, or one with another checksum than the
-block's: a miss in each case.
+block's: a miss in each case. Blocks go past the page cache where the file system allows that (`direct`).
+
+Several processes may read. One of them writes, and makes segments, which the others open when they read there.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import numpy.typing as npt
 
 from kvforge.worker.checksums import checksums, weights_of
 
+from . import direct as direct_io
+from .direct import FLAGS, PAGE, BlockIo
 from .records import MAGIC, Entry, Record, is_empty, pack, place, record_bytes, unpack
 from .sealing import Sealer, Unsealed
 from .store import Damaged, DiskFull, NotFound, Recovered
 
-PAGE = 4096
 SEGMENT_BYTES = 64 << 20
 
 
@@ -78,14 +81,23 @@ class Segments:
         geometry: The sizes.
         segments_max: The most segments. Files beyond are deleted.
         sealer: Seals records and blocks.
+        direct: False: blocks go through the page cache in any case.
 
     Attributes:
         total: Number of slots.
         folder: The folder.
+        indirect: Why blocks go through the page cache; "" where they go past it.
     """
 
     def __init__(
-        self, folder: Path, identity: bytes, geometry: Geometry, segments_max: int, sealer: Sealer | None = None
+        self,
+        folder: Path,
+        identity: bytes,
+        geometry: Geometry,
+        segments_max: int,
+        sealer: Sealer | None = None,
+        *,
+        direct: bool = True,
     ) -> None:
         self.folder, self._identity, self.geometry = folder, identity, geometry
         self._sealer = sealer if sealer is not None else Sealer()
@@ -94,10 +106,12 @@ class Segments:
         self._weights = weights_of(geometry.block_bytes)
         self._number = 0
         self._files: list[int] = []
+        self._io = BlockIo(geometry.stride, folder, direct=direct)
+        self.indirect = self._io.problem
         for path in sorted(folder.glob("segment-*")):
             at, there = self._path(len(self._files)), len(self._files) < segments_max
             if path == at and there and path.stat().st_size == geometry.size:
-                self._files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+                self._add(os.open(path, FLAGS), path)
             else:
                 path.unlink()
 
@@ -146,9 +160,9 @@ class Segments:
         self._number += 1
         record = Record(self._number, entry, checksum, nonce, tag)
         packed = pack(record, self._identity, slot, self._sealer, self.geometry.record_bytes)
-        _write(file, bytes(len(MAGIC)), record_at)
-        _write(file, sealed, block_at)
-        _write(file, packed, record_at)
+        direct_io.write(file, bytes(len(MAGIC)), record_at)
+        self._io.write(file, sealed, block_at)
+        direct_io.write(file, packed, record_at)
 
     def read(self, slot: int, value: int, block: npt.NDArray[np.uint8]) -> int:
         """Read a block.
@@ -167,6 +181,7 @@ class Segments:
             OSError: The disk failed.
         """
         geometry = self.geometry
+        self._find(slot)
         if slot >= self.usable:
             raise NotFound(f"slot {slot} of {self.usable}")
         file, record_at, block_at = self._place(slot)
@@ -175,10 +190,10 @@ class Segments:
         if record is None or record.entry.value != value:
             raise NotFound(f"slot {slot}")
         if not self._sealer.key_id:
-            _read(file, block.data, block_at)
+            self._io.read(file, block.data, block_at)
         else:
             sealed = bytearray(geometry.block_bytes)
-            _read(file, memoryview(sealed), block_at)
+            self._io.read(file, memoryview(sealed), block_at)
             try:
                 plain = self._sealer.unseal(record.nonce, record.tag, sealed, place(self._identity, slot) + b"block")
             except Unsealed as error:
@@ -196,7 +211,7 @@ class Segments:
         """
         if slot < self.usable:
             file, record_at, _ = self._place(slot)
-            _write(file, bytes(self.geometry.record_bytes), record_at)
+            direct_io.write(file, bytes(self.geometry.record_bytes), record_at)
 
     def wipe(self, slot: int) -> None:
         """Overwrite the record and the block of a slot with zeros, on the disk.
@@ -206,8 +221,8 @@ class Segments:
         """
         if slot < self.usable:
             file, record_at, block_at = self._place(slot)
-            _write(file, bytes(self.geometry.record_bytes), record_at)
-            _write(file, bytes(self.geometry.stride), block_at)
+            direct_io.write(file, bytes(self.geometry.record_bytes), record_at)
+            direct_io.write(file, bytes(self.geometry.stride), block_at)
             os.fdatasync(file)
 
     def close(self) -> None:
@@ -217,6 +232,7 @@ class Segments:
             OSError: The disk failed.
         """
         files, self._files = self._files, []
+        self._io.close()
         try:
             for file in files:
                 os.fdatasync(file)
@@ -230,8 +246,18 @@ class Segments:
         geometry = self.geometry
         number, at = divmod(slot, geometry.slots)
         while number >= len(self._files):
-            self._files.append(self._create(self._path(len(self._files))))
+            path = self._path(len(self._files))
+            self._add(self._create(path), path)
         return self._files[number], at * geometry.record_bytes, geometry.blocks_at + at * geometry.stride
+
+    def _find(self, slot: int) -> None:
+        """Open segments up to that of a slot which another process has made since."""
+        while slot >= self.usable and (path := self._path(len(self._files))).exists():
+            self._add(os.open(path, FLAGS), path)
+
+    def _add(self, file: int, path: Path) -> None:
+        self._io.add(file, path)
+        self._files.append(file)
 
     def _create(self, path: Path) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -245,18 +271,3 @@ class Segments:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"segment-{number:06}"
-
-
-def _write(file: int, data: bytes | memoryview, at: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        done = os.pwrite(file, rest, at)
-        rest, at = rest[done:], at + done
-
-
-def _read(file: int, into: memoryview, at: int) -> None:
-    while into:
-        done = os.preadv(file, [into], at)
-        if not done:
-            raise Damaged("the segment is shorter than it was")
-        into, at = into[done:], at + done

@@ -42,7 +42,10 @@ class Recovered:
 
 
 class BlockStore(Protocol):
-    """Blocks in slots [0, total), each with the entry that says what it is. Calls may take long; one is made at a time.
+    """Blocks in slots [0, total), each with the entry that says what it is. Calls may take long.
+
+    Several processes, forked from the one that opened the store, read and drop; one writes and wipes. Each makes one
+    call at a time, and no two are at work on one slot.
 
     A store must not return a block as another one. It may lose any block at any time: that is a miss.
     """

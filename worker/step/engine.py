@@ -118,10 +118,10 @@ class Engine:
         info = self.model.info
         log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
         log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
-        for what, kernel in self.kernels().items():
-            log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.host = open_host_tier(config, self.model, self.pool)
         self.disk = open_disk_tier(config, self.model, self.pool, self.host) if self.host is not None else None
+        for what, kernel in self.kernels().items():
+            log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: ModelRunner = self._make_runner(welcome)
         self._limits, self.ring_blocks = _limits(welcome), ring_blocks(self.model, welcome)
         progress("preparing grammars", 1.0)
@@ -180,6 +180,8 @@ class Engine:
         if self.model.draft is not None:
             info = self.model.draft.info
             kernels["drafts"] = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
+        if self.disk is not None:
+            kernels["disk tier"] = self.disk.how
         if self._cores is not None and self.device.computes_on_cores:
             kernels["threads"] = self._cores.describe()
         return kernels

@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -28,9 +29,10 @@ from kvforge.protocol.messages import (
 )
 from kvforge.worker.checksums import checksums, weights_of
 from kvforge.worker.disk.copier import DiskCopier
-from kvforge.worker.disk.copying import CopyingSettings
+from kvforge.worker.disk.copying import READERS, CopyingSettings
+from kvforge.worker.disk.direct import PAGE
 from kvforge.worker.disk.folder import DiskFolder
-from kvforge.worker.disk.segments import PAGE, Geometry
+from kvforge.worker.disk.segments import Geometry
 from kvforge.worker.host_file import HostFile
 
 GEOMETRY = Geometry(block_bytes=64, block_tokens=4, segment_bytes=4 * 4096 + 2048)
@@ -101,6 +103,12 @@ class Rig:
         found = self.results(len(numbers))
         return [found[number][0] for number in numbers]
 
+    def children(self) -> list[int]:
+        """Return the processes that carry out orders: the last one writes."""
+        assert self.copier._process is not None
+        pid = self.copier._process.process.pid
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
     def close(self) -> None:
         """End the process."""
         self.copier.close()
@@ -142,7 +150,8 @@ def test_misses_and_repeated_orders(rig: Rig) -> None:
     with (rig.path / "segment-000000").open("r+b") as file:
         file.seek(GEOMETRY.blocks_at)
         file.write(b"\0\0\0")
-    assert rig.outcomes((DISK_READ, 3, 0, 1001, 0), (DISK_READ, 4, 0, 1001, 0)) == [DISK_DAMAGED, DISK_NOT_FOUND]
+    assert rig.outcomes((DISK_READ, 3, 0, 1001, 0)) == [DISK_DAMAGED]
+    assert rig.outcomes((DISK_READ, 4, 0, 1001, 0)) == [DISK_NOT_FOUND]
     assert not rig.host.tags[3:5].any()
     assert rig.outcomes((DISK_READ, HOSTS, 0, 1001, 0)) == [DISK_FAILED]
     rig.order((DISK_WRITE, 0, 1, 1001, 0))
@@ -192,8 +201,68 @@ def test_a_full_disk_names_its_size(rig: Rig) -> None:
     rig.fill(0, 1001)
     assert rig.outcomes((DISK_WRITE, 0, 0, 1001, 0)) == [DISK_DONE]
     assert rig.copier._process is not None
-    # A limit of file sizes is to the process what a full disk is: there is no space for the second segment.
-    resource.prlimit(rig.copier._process.process.pid, resource.RLIMIT_FSIZE, (PAGE, PAGE))
+    # A limit of file sizes is to a process what a full disk is: there is no space for the second segment.
+    for pid in rig.children():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, PAGE))
     (number,) = rig.order((DISK_WRITE, 0, GEOMETRY.slots, 1001, 0))
     assert rig.results(1) == {number: (DISK_FULL, GEOMETRY.slots)}
     assert rig.outcomes((DISK_READ, 1, 0, 1001, 0), (DISK_WRITE, 0, 1, 1001, 0)) == [DISK_DONE, DISK_FAILED]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process inside the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_blocks_that_are_read_together_do_not_mix(rig: Rig) -> None:
+    values = [1001 + number for number in range(READERS)]
+    for host, value in enumerate(values):
+        rig.fill(host, value)
+        assert rig.outcomes((DISK_WRITE, host, host, value, 0)) == [DISK_DONE]
+    whole = rig.host.data[:READERS].copy()
+    for _ in range(30):
+        rig.host.data[:READERS] = 0
+        assert rig.outcomes(*((DISK_READ, host, host, value, 0) for host, value in enumerate(values))) == [
+            DISK_DONE
+        ] * len(values)
+        assert (rig.host.data[:READERS] == whole).all()
+
+
+# behaviour: reads of several blocks are under way together, and none waits for a write
+def test_reads_wait_neither_for_a_slow_read_nor_for_a_write(rig: Rig) -> None:
+    rig.fill(0, 1001)
+    assert rig.outcomes((DISK_WRITE, 0, 0, 1001, 0)) == [DISK_DONE]
+    *readers, writer = rig.children()
+    assert len(readers) == READERS
+    read = [(DISK_READ, 1 + number, 0, 1001, 0) for number in range(READERS)]
+    with stopped(writer):
+        (late,) = rig.order((DISK_WRITE, 0, 1, 1001, 0))
+        assert rig.outcomes(*read) == [DISK_DONE] * READERS
+    assert rig.results(1) == {late: (DISK_DONE, 0)}
+    with stopped(readers[0]):
+        numbers = rig.order(*read)
+        found = rig.results(READERS - 1)
+    assert len(found | rig.results(1)) == len(numbers)
+
+
+# behaviour: the tier is off when one of its processes dies, and no other one touches the host file any more
+@pytest.mark.parametrize("which", [0, -1])
+def test_the_death_of_one_process_ends_all(which: int, rig: Rig) -> None:
+    rig.fill(0, 1001)
+    assert rig.outcomes((DISK_WRITE, 0, 0, 1001, 0)) == [DISK_DONE]
+    children = rig.children()
+    ends = [os.pidfd_open(pid) for pid in children]
+    os.kill(children[which], signal.SIGKILL)
+    number = rig.order((DISK_READ if which == 0 else DISK_WRITE, 0, 0, 1001, 0))[0]
+    assert rig.results(1)[number] in ((DISK_FAILED, 0), (DISK_DONE, 0))  # another reader may have answered before
+    while rig.copier._process is not None:
+        rig.order((DISK_READ, 1, 0, 1001, 0))
+        rig.results(1)
+    for end in ends:
+        assert select.select([end], [], [], WAIT_S)[0], "a process that copies is left"
+        os.close(end)

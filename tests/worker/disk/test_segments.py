@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 
 from kvforge.worker.checksums import checksums, weights_of
-from kvforge.worker.disk import segments
+from kvforge.worker.disk import direct
+from kvforge.worker.disk.direct import BlockIo
 from kvforge.worker.disk.records import Entry
 from kvforge.worker.disk.sealing import Sealer
 from kvforge.worker.disk.segments import Geometry, Segments
@@ -25,8 +26,10 @@ KEY = bytes(range(32))
 SLOTS = GEOMETRY.slots
 
 
-def opened(folder: Path, identity: bytes = IDENTITY, key: bytes = b"", segments_max: int = 3) -> Segments:
-    return Segments(folder, identity, GEOMETRY, segments_max, Sealer(key))
+def opened(
+    folder: Path, identity: bytes = IDENTITY, key: bytes = b"", segments_max: int = 3, *, direct: bool = True
+) -> Segments:
+    return Segments(folder, identity, GEOMETRY, segments_max, Sealer(key), direct=direct)
 
 
 def entry_of(number: int) -> Entry:
@@ -79,7 +82,8 @@ def test_a_crash_at_any_byte_loses_at_most_the_slot(
         put(store, slot, slot)
     writes: list[tuple[bytes, int]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "_write", lambda _file, data, at: writes.append((bytes(data), at)))
+        patch.setattr(direct, "write", lambda _file, data, at: writes.append((bytes(data), at)))
+        patch.setattr(BlockIo, "write", lambda _io, _file, data, at: writes.append((bytes(data), at)))
         put(store, 1, 9)
     kept = [(got(store, 1, 1), got(store, 1, 9))]
     with (tmp_path / "segment-000000").open("r+b", buffering=0) as file:
@@ -100,8 +104,9 @@ def test_a_part_that_never_reached_the_disk_is_a_miss(
 ) -> None:
     store = opened(tmp_path)
     put(store, 1, 1)
-    real, calls = segments._write, iter(range(3))
-    monkeypatch.setattr(segments, "_write", lambda *write: None if next(calls) == lost else real(*write))
+    record, block, calls = direct.write, BlockIo.write, iter(range(3))
+    monkeypatch.setattr(direct, "write", lambda *write: None if next(calls) == lost else record(*write))
+    monkeypatch.setattr(BlockIo, "write", lambda *write: None if next(calls) == lost else block(*write))
     put(store, 1, 9)
     assert got(store, 1, 9) == (lost == 0)
     assert not got(store, 1, 1)
@@ -215,3 +220,30 @@ def test_a_dropped_slot_is_empty(tmp_path: Path) -> None:
     store.drop(1)
     store.drop(2 * SLOTS)  # of a segment that is not there
     assert not got(store, 1, 1) and store.recover().records == {} and store.usable == SLOTS
+
+
+# behaviour: blocks go past the page cache where the file system allows it, and else through it, with the same bytes
+@pytest.mark.parametrize("key", [b"", KEY], ids=["plain", "sealed"])
+def test_direct_and_other_transfers_read_each_others_blocks(key: bytes, tmp_path: Path) -> None:
+    past, through = opened(tmp_path, key=key), opened(tmp_path, key=key, direct=False)
+    assert through.indirect == "it is turned off"
+    put(past, 1, 1)
+    assert got(through, 1, 1), "a segment that another process made is found"
+    for slot, (writer, reader) in enumerate([(past, through), (through, past)] * 2):
+        put(writer, slot, 10 + slot)
+        assert got(reader, slot, 10 + slot) and got(writer, slot, 10 + slot)
+    past.wipe(2)
+    assert not got(through, 2, 12) and not got(past, 2, 12)
+
+
+def test_a_file_system_without_direct_transfers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_arguments: object) -> int:
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refused)
+        store = opened(tmp_path)
+    assert store.indirect == "copying a page: Invalid argument"
+    assert [path.name for path in tmp_path.iterdir()] == []
+    put(store, 1, 1)
+    assert got(store, 1, 1)
