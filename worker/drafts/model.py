@@ -7,7 +7,8 @@ the model proposes, and how many tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +48,7 @@ class DraftModel(Protocol):
         rows_max: The most rows of a call.
         tokens_max: The most tokens of a row.
         context_tokens_max: The longest row, in tokens.
+        took_ns: What the passes of the last call took, in nanoseconds.
     """
 
     device_bytes: int
@@ -54,6 +56,7 @@ class DraftModel(Protocol):
     rows_max: int
     tokens_max: int
     context_tokens_max: int
+    took_ns: int
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return `DraftRow.count` tokens of each row; none at all if the device failed."""
@@ -65,10 +68,11 @@ class ModelDrafter:
     Args:
         lookup: Looks up runs of the last tokens.
         model: The draft model.
+        now_ns: A monotonic clock, in nanoseconds.
     """
 
-    def __init__(self, lookup: LookupDrafter, model: DraftModel) -> None:
-        self.lookup, self._model = lookup, model
+    def __init__(self, lookup: LookupDrafter, model: DraftModel, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.lookup, self._model, self._now_ns = lookup, model, now_ns
         self.pacing = DraftPacing()
         self._most: dict[int, int] = {}  # by slot
         self._proposed: frozenset[int] = frozenset()  # slots of the model's last proposals
@@ -95,14 +99,14 @@ class ModelDrafter:
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
         verified = self._proposed.intersection(ends)
         self.pacing.verified((slot, end.drafted, end.accepted) for slot in verified if (end := ends[slot]).drafted)
-        self._proposed -= verified
+        self._proposed -= frozenset(slots)  # of a slot without an end, nothing is known
         found = self.lookup.found(slots, LENGTHS[0])
         rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
-        if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(len(rows)):
+        if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(self._now_ns(), len(rows)):
             drafted = self._model.continue_rows(list(rows.values()))
             found |= dict(zip(rows, drafted, strict=False))
             self._proposed |= frozenset(rows)
-            self.pacing.proposed(len(rows))
+            self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows))
         left = [slot for slot in slots if slot not in found]
         return Proposals.of(found | self.lookup.found(left) if left else found)
 

@@ -11,6 +11,7 @@ graphs where the decodes of the model do. These run all rows to the longest prop
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -52,7 +53,7 @@ class DraftPasses:
         self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes = weight_bytes(draft) + pool.beside.bytes
-        self._before, self._failed = before, False
+        self._before, self._failed, self.took_ns = before, False, 0
         self._tokens = min(vocab_size, draft.vocab_size)
 
     def use_graphs(self, rows_max: int, width: int, memory: GraphMemory | None) -> DraftGraphs:
@@ -69,6 +70,8 @@ class DraftPasses:
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return the greedy tokens behind each row; none if the device failed, which the next step will report."""
+        self._before()
+        started_ns = time.monotonic_ns()
         try:
             return self._continue(rows)
         except Exception as error:  # noqa: BLE001 - without drafts answers are the same
@@ -77,11 +80,12 @@ class DraftPasses:
             self._failed = True
             self._draft.device.release_cached()
             return []
+        finally:
+            self.took_ns = time.monotonic_ns() - started_ns
 
     @torch.inference_mode()
     def _continue(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         assert len(rows) <= self.rows_max, "more rows than there are scratch blocks for"
-        self._before()
         order = sorted(range(len(rows)), key=lambda row: -rows[row].count)  # the longest first: others leave behind
         ordered = [rows[row] for row in order]
         tables = self._tables(ordered)

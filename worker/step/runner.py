@@ -618,7 +618,7 @@ class ModelRunner:
         for slot in slots:
             drafter.append(slot, chosen[slot])
         ends = NO_ENDS
-        if self.model.draft is not None and slots:
+        if self._draft_passes is not None and 0 < len(slots) <= self._draft_passes.rows_max:
             ends = row_ends(pending, self._under_way[0] if self._under_way else None, chosen, self.pool.block_size)
         return drafter.propose(slots, ends)
 

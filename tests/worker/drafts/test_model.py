@@ -11,9 +11,9 @@ from kvforge.protocol.messages import Int32Array
 from kvforge.worker.drafts.drafter import Proposals, RowEnd
 from kvforge.worker.drafts.lookup import LookupDrafter
 from kvforge.worker.drafts.model import DraftRow, ModelDrafter
-from kvforge.worker.drafts.pacing import ACCEPTED_FIRST, TRIAL, WAIT_FIRST, WAIT_MAX, DraftPacing
+from kvforge.worker.drafts.pacing import ACCEPTED_FIRST, SHARE_FIRST, SHARE_MAX, TRIAL, DraftPacing
 
-MOST, TABLE = 6, np.zeros(4, np.int32)
+MOST, TABLE, PASSES_NS = 6, np.zeros(4, np.int32), 10
 
 
 class Counting:
@@ -23,7 +23,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked: list[list[DraftRow]] = []
-        self.broken = False
+        self.broken, self.took_ns = False, PASSES_NS
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         self.asked.append([*rows])
@@ -112,39 +112,45 @@ def test_a_row_gets_about_as_many_drafts_as_it_accepts(drafter: ModelDrafter) ->
     assert len(by_slot(drafter.propose([0], {0: end()}))[0]) == FIRST, "another request of the slot"
 
 
-def test_unused_proposals_become_rare_and_a_used_one_brings_them_back() -> None:
-    pacing = DraftPacing()
+def tried(pacing: DraftPacing, now_ns: int, until_ns: int, rows: int = 3) -> list[int]:
+    """Return when proposals are made that no step verifies, each with passes of 10 ns. A result comes each ns."""
+    at = []
+    while now_ns < until_ns:
+        if pacing.is_due(now_ns, rows):
+            at.append(now_ns)
+            now_ns += PASSES_NS
+            pacing.proposed(now_ns, PASSES_NS, rows)
+        now_ns += 1
+    return at
 
-    def tried(results: int) -> list[int]:
-        at = []
-        for number in range(results):
-            if pacing.is_due(3):
-                at.append(number)
-                pacing.proposed(3)
-        return at
 
-    waits = [WAIT_FIRST << power for power in range(4)]
-    want, start = list[int](), 0
-    for wait in waits:
-        want += range(start, start + TRIAL)
-        start += TRIAL + wait
-    assert tried(start) == want
+def test_unused_proposals_become_rare_and_used_ones_bring_them_back() -> None:
+    pacing, trial_ns = DraftPacing(), TRIAL * PASSES_NS
+    assert tried(pacing, 0, 100 * trial_ns) == [
+        0,
+        11,
+        22,
+        *(32 + SHARE_FIRST * trial_ns + each for each in (0, 11, 22)),
+    ]
+    assert tried(pacing, 100 * trial_ns, 190 * trial_ns) == [], "twice as long as before"
     pacing.verified([(0, 2, 1)])
-    assert tried(TRIAL) == [*range(TRIAL)]
-    assert tried(WAIT_FIRST) == []
-    for _ in range(100_000):
-        if pacing.is_due(3):
-            pacing.proposed(3)
-    assert pacing._wait == WAIT_MAX
+    assert len(tried(pacing, 200 * trial_ns, 300 * trial_ns)) == TRIAL, (
+        "one alone may have been the coordinator's trial"
+    )
+    for _ in range(2):
+        pacing.verified([(0, 2, 1)])
+    now_ns = 400 * trial_ns
+    assert len(tried(pacing, now_ns, now_ns + (SHARE_FIRST + 4) * trial_ns)) == TRIAL + 3 == 2 * TRIAL
+    seen = tried(pacing, 10**6, 2 * 10**6)
+    assert seen[-1] - seen[-TRIAL - 1] == pytest.approx(SHARE_MAX * trial_ns, rel=0.01)
+    assert len(seen) * PASSES_NS < 10**6 / 500
 
 
 def test_half_of_the_rows_are_tried_at_once() -> None:
     pacing = DraftPacing()
-    for _ in range(TRIAL):
-        assert pacing.is_due(9)
-        pacing.proposed(9)
-    assert not pacing.is_due(5)
-    assert pacing.is_due(4)
+    assert len(tried(pacing, 0, 100, rows=9)) == TRIAL
+    assert not pacing.is_due(100, 5)
+    assert pacing.is_due(100, 4)
 
 
 def test_drafts_of_lookup_teach_nothing_about_the_model(drafter: ModelDrafter) -> None:

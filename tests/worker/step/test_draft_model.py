@@ -78,9 +78,32 @@ def drafter_of(bench: Drafting) -> ModelDrafter:
 
 
 def without_lookup(bench: Drafting, monkeypatch: pytest.MonkeyPatch) -> Drafting:
-    """Leave every proposal to the draft model."""
+    """Leave every proposal to the draft model, and let it propose as much as a row may have."""
     monkeypatch.setattr(drafter_of(bench).lookup, "found", lambda *_: {})
+    monkeypatch.setattr(drafter_of(bench).pacing, "count", lambda _: DRAFTS_MAX)
     return bench
+
+
+def watched_inputs(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Return lists that get the tokens and the positions that the draft model is fed."""
+    fed, positions, write, decode = list[int](), list[int](), LoadedModel.write, LoadedModel.decode
+
+    def note(self: LoadedModel, tokens: Any, places: Any) -> None:
+        if self is model.draft:
+            fed.extend(tokens.tolist())
+            positions.extend(places.tolist())
+
+    def written(self: LoadedModel, tokens: Any, places: Any, *rest: Any) -> None:
+        note(self, tokens, places)
+        write(self, tokens, places, *rest)
+
+    def decoded(self: LoadedModel, tokens: Any, places: Any, *rest: Any) -> Any:
+        note(self, tokens, places)
+        return decode(self, tokens, places, *rest)
+
+    monkeypatch.setattr(LoadedModel, "write", written)
+    monkeypatch.setattr(LoadedModel, "decode", decoded)
+    return fed, positions
 
 
 def drafted_answers(bench: Drafting, answers: Sequence[Answer], tokens: int = TOKENS) -> list[Answer]:
@@ -190,7 +213,7 @@ def test_lookup_proposes_first_and_takes_no_pass(load: Load, monkeypatch: pytest
     monkeypatch.setattr(drafter.lookup, "found", lambda slots, least=0: {0: [1, 2, 3]} if least and 0 in slots else {})
     found = proposed(bench.begin(answers))
     assert found[0] == [1, 2, 3]
-    assert len(found[1]) == 3
+    assert len(found[1]) == 2
     assert asked == [[len(PROMPTS[1])]]
     monkeypatch.setattr(drafter.lookup, "found", lambda slots, _=0: {slot: [7] for slot in slots})
     assert set(proposed(bench.run([bench.row(each, []) for each in answers]))) == {0, 1}
@@ -291,13 +314,15 @@ def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(
     draft = tiny("llama", block_size=BLOCK_SIZE, max_position_embeddings=16)
     model = join_draft_model(replace(model, draft=None, geometry=replace(model.geometry, beside=None)), draft)
     bench = without_lookup(nan_pool(Drafting(model, graphs)), monkeypatch)
-    (answer,) = answers_of([GREEDY])
-    answer.most = 3
-    outcome, lengths = bench.begin([answer]), list[int]()
+    answer, other = answers_of([GREEDY, GREEDY])
+    answer.most = other.most = 3
+    _, positions = watched_inputs(model, monkeypatch)
+    outcome, lengths = bench.begin([answer, other]), list[int]()
     for _ in range(10):
         lengths.append(len(proposed(outcome).get(0, [])))
         drafter_of(bench).pacing.verified([(0, 3, 3)])
-        outcome = bench.advance([answer], none)
+        outcome = bench.advance([answer, other], none)
+    assert max(positions) == 15
     position = len(PROMPTS[0])
     assert lengths == [min(3, max(0, 16 - position - step)) for step in range(10)]
     bench.close()
@@ -373,6 +398,7 @@ def test_vocabularies_may_be_padded_differently(
     want = [Drafting(plain).answer([each], none)[0] for each in answers_of([GREEDY] * len(PROMPTS))]
     assert max(token for each in want for token in (*each.tokens, *each.prompt)) > 90
     bench = without_lookup(nan_pool(Drafting(joined, graphs)), monkeypatch)
+    fed, _ = watched_inputs(joined, monkeypatch)
     answers = answers_of([GREEDY] * len(PROMPTS))
     for each in answers:
         each.most = DRAFTS_MAX
@@ -384,6 +410,8 @@ def test_vocabularies_may_be_padded_differently(
     assert [each.chosen for each in answers] == [each.chosen for each in want]
     assert len(drafted) > TOKENS
     assert max(drafted) < min(size, 97)
+    assert 80 < max(fed) < size, "kernels read the table of embeddings unchecked"
+    assert min(fed) >= 0
     bench.close()
 
 
