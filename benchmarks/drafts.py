@@ -3,9 +3,11 @@
     python -m benchmarks.drafts --gpu [--model llama-3.1-8b] [--json FILE]
     python -m benchmarks.drafts [--model smollm2-135m] [--threads 1] [--json FILE]
     python -m benchmarks.drafts --draft-model FOLDER [--chance 0.7] --tasks random ...
+    python -m benchmarks.drafts --draft-layers 2 [--chance 0.7] --tasks random ...
 
-Without a draft model, drafts are those of lookup. A draft model has dummy weights too: its passes take their time, and
-each of its tokens is the recorded one with the chance `--chance`.
+Without a draft model, drafts are those of lookup. A draft model has dummy weights too, and may have the shape of the
+model in fewer layers: its passes take their time, and each of its tokens is the recorded one with the chance
+`--chance`.
 
 Two services with the same dummy weights, with and without drafts (a coordinator, a worker and this client as
 processes), replay the answers of `benchmarks.drafts_tasks`: the sampler of `benchmarks.drafts_worker` is made to
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvforge import Client, SamplingParams
+from kvforge.worker.loading.source import MODEL_CONFIGS
 
 from .drafts_tasks import TASKS, Task, make
 from .drafts_worker import FIRST_SEED
@@ -167,6 +170,22 @@ def installation(options: argparse.Namespace, drafts: int, answers: Path) -> Ins
     )
 
 
+def fewer_layers(model: str, layers: int, folder: Path) -> str:
+    """Write the configuration of a model in fewer layers, and return its folder.
+
+    Args:
+        model: The name of a shape, or a folder.
+        layers: How many layers it has.
+        folder: Where to make the folder.
+    """
+    known = MODEL_CONFIGS / f"{model}.json"
+    config = json.loads((known if known.is_file() else Path(model) / "config.json").read_text())
+    place = folder / f"{Path(model).name}-{layers}-layers"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    return str(place)
+
+
 def measure(
     services: dict[str, Service], task: Task, first_seed: int, batch: int, firsts: list[int]
 ) -> tuple[dict[str, list[float]], dict[str, Round]]:
@@ -199,6 +218,7 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="on a GPU; otherwise on the CPU in float32")
     parser.add_argument("--model", default="", help="a shape that ships with kvforge, or a folder")
     parser.add_argument("--draft-model", default="", help="the shape of a draft model; without it, lookup drafts alone")
+    parser.add_argument("--draft-layers", type=int, default=0, help="of a draft model of the model's shape; 0: none")
     parser.add_argument("--chance", type=float, default=0.7, help="that a token of the draft model is right [0.7]")
     parser.add_argument("--drafts", type=int, default=8, help="schedule.drafts_max [8]")
     parser.add_argument("--draft-rows", type=int, default=64, help="schedule.draft_rows_max [64]")
@@ -227,6 +247,8 @@ def main() -> int:
     rows: list[list[object]] = []
     results: dict[str, Any] = {"verification": verified, "tasks": []}
     with tempfile.TemporaryDirectory() as folder:
+        if options.draft_layers:
+            options.draft_model = fewer_layers(options.model, options.draft_layers, Path(folder))
         answers = Path(folder) / "answers.npy"
         table = np.zeros((len(tasks) * requests, options.tokens), np.int64)
         for at, answer in enumerate(answer for task in tasks.values() for answer in task.answers):
@@ -256,7 +278,11 @@ def main() -> int:
                     print(*rows[-1], file=sys.stderr, flush=True)
     header = ["task", "requests", "tokens/s without", "with drafts", "gain", "steps without", "steps with", "accepted"]
     where = "GPU" if options.gpu else f"CPU, {options.threads} threads a worker"
-    drafter = f"lookup and {options.draft_model}, right in {options.chance:.0%}" if options.draft_model else "lookup"
+    drafter = (
+        f"lookup and {Path(options.draft_model).name}, right in {options.chance:.0%}"
+        if options.draft_model
+        else "lookup"
+    )
     title = (
         f"drafts by {drafter}, up to {options.drafts} tokens, replayed answers, {options.model}, dummy weights, {where}"
     )
