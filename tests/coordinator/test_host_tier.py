@@ -422,10 +422,6 @@ def test_two_workers_cannot_have_one_file() -> None:
         ({"host_blocks": 1 << 21}, "host_blocks 2097152"),
         ({"host_identity": ""}, "host_identity has 0 characters"),
         ({"host_identity": "x" * 65}, "host_identity has 65 characters"),
-        (
-            {"window": 8, "window_pages": 1, "window_blocks": 16, "disk_blocks": 4},
-            "disk_blocks with state_blocks or window_pages",
-        ),
     ],
 )
 def test_an_impossible_announcement_is_refused(fields: dict[str, Any], problem: str) -> None:

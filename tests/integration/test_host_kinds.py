@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -12,6 +14,8 @@ from tests.worker.step.test_windows import COMMON, MODELS
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
+from .test_disk_tier import WAIT_S, all_again, disk_of
+from .test_disk_tier import settings as on_disk
 from .test_host_tier import BLOCKS, CACHED, GREEDY, LONG, PROMPTS, bits, found, restarted, serve, settings
 
 KINDS = {"qwen2": 48, "gemma3": 96, "lfm2": 30, "qwen3_5": 30}  # blocks of the pool, which holds about one prompt
@@ -114,3 +118,33 @@ def test_the_files_of_ranks_are_found_again(tmp_path: Path) -> None:
             assert any(found(results))
         (pool,) = wait_empty(kv).pools
         assert pool.host_loaded_total > 0 and pool.host_free + pool.host_cached == pool.host_blocks
+
+
+# behaviour: windows and states are found on the disk after a restart of everything, with the same bits
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+def test_prefixes_come_back_from_the_disk(name: str, tmp_path: Path) -> None:
+    with cluster_of(name, tmp_path, 400, "[cache]\nhost_writeback_blocks = 64\n") as cluster:
+        cluster.start_coordinator()
+        cluster.start_worker("w0", on_disk(cluster))
+        kv = cluster.client()
+        kv.wait_ready(300)
+        whole = [serve(kv, prompt) for prompt in PROMPTS]
+        wait_saved(kv)
+        kv = all_again(cluster)
+        again = [serve(kv, prompt) for prompt in PROMPTS]
+        assert list(map(bits, again)) == list(map(bits, whole))
+        assert found(again) == [CACHED if name in MODELS else CHECKPOINT] * len(PROMPTS)
+        assert disk_of(kv).loaded_total >= len(PROMPTS) * 8
+
+
+def wait_saved(kv: Client) -> None:
+    """Wait until all blocks of the prompts are on the disk, with what hangs on them."""
+    before, deadline = 0, monotonic() + WAIT_S
+    while True:
+        disk, (pool,) = disk_of(kv), kv.stats().pools
+        if disk.saved_total == before == pool.host_saved_total and before >= len(PROMPTS) * CACHED // 16:
+            return
+        before = disk.saved_total
+        assert monotonic() < deadline, f"copies do not end: {disk}"
+        select.select([], [], [], 0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvforge.protocol.configuration import expand
-from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.disk.copier import DiskCopier
@@ -35,9 +34,6 @@ def open_disk_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool, host:
     """
     if not config.disk_bytes:
         return None
-    if pool.geometry.is_paged:
-        kept = "recurrent states" if pool.geometry.states else "layers with a sliding window"
-        raise InvalidConfiguration("disk_bytes", f"{config.disk_bytes}, but the model has {kept}: set it to 0")
     key_file = str(expand(config.disk_key_file)) if config.disk_key_file else ""
     sealer = Sealer(read_key(key_file))
     folder = DiskFolder(expand(config.disk_dir), config.name)

@@ -65,6 +65,35 @@ class DiskOrder(msgspec.Struct):
     sent: bool = False
 
 
+class DiskLoad:
+    """The reads that one request orders together.
+
+    Attributes:
+        number: Its number.
+        most: The most reads.
+        ours: Its orders.
+        awaited: Loads to wait for: others may bring a part.
+    """
+
+    def __init__(self, copies: DiskCopies, number: int, most: int) -> None:
+        self._copies, self.number, self.most = copies, number, most
+        self.ours: set[int] = set()
+        self.awaited: dict[int, None] = {}
+
+    def request(self, node_id: int, disk_id: int, owner: int) -> bool:
+        """Order the copy of an entry.
+
+        Args:
+            node_id: Its node in the host tier.
+            disk_id: Its node in the disk tier, which is a hit.
+            owner: The tenant that is charged for the block of the host tier; 0 for none.
+
+        Returns:
+            False if the host tier has no place for it.
+        """
+        return self._copies.read(self, node_id, disk_id, owner)
+
+
 class DiskCopies:
     """The disk copies of one group.
 
@@ -80,8 +109,8 @@ class DiskCopies:
         off: There were too many failures.
     """
 
-    def __init__(self, tier: DiskTier, host: HostTier) -> None:
-        self.tier, self._host = tier, host
+    def __init__(self, tier: DiskTier, host: HostTier, block_size: int) -> None:
+        self.tier, self._host, self._token_bytes = tier, host, 4 * block_size
         self.wanted: dict[int, None] = {}
         self.orders: dict[int, DiskOrder] = {}
         self.loads: dict[int, set[int]] = {}
@@ -229,7 +258,7 @@ class DiskCopies:
             The loads to wait for; () if the disk has nothing.
         """
         host, tier = self._host, self.tier
-        if self.off or self.stalled or len(self.orders) >= ORDERS_MAX:
+        if not self.takes_reads:
             return ()
         end = min(end, first + max(1, host.total // READ_SHARE), first + ORDERS_MAX - len(self.orders))
         found = tier.entries(root_key(salt), tokens, hashes, first, end)
@@ -237,11 +266,9 @@ class DiskCopies:
             return ()
         size = len(tier.nodes[found[0]].tokens) // 4
         parent = root_key(salt)
-        awaited: dict[int, None] = {}
-        ours: set[int] = set()
         for kept in held:
             host.hold(kept)
-        self._last_load += 1
+        load = self.begin_load()
         for number in range(first + len(found)):
             own = tokens[number * size : (number + 1) * size].tobytes()
             added = host.add(parent, int(hashes[number]), own)
@@ -250,28 +277,49 @@ class DiskCopies:
             parent = node_id = added
             if number < first:
                 continue
-            node = host.nodes[node_id]
-            if node.block != NO_HOST_BLOCK:
-                if node.written and not node.damaged:
-                    continue
-                if node_id not in self._loading:
-                    break
-                awaited[self._loading[node_id]] = None
-                continue
-            if not host.give_block(node_id, owner=owner):
+            if not load.request(node_id, found[number - first], owner):
                 break
-            disk_id = found[number - first]
-            tier.hold(disk_id)
-            node.once, tier.nodes[disk_id].once = tier.nodes[disk_id].once, False
-            self._loading[node_id] = self._last_load
-            ours.add(self._order(DiskOrder(DISK_READ, node_id, disk_id, self._last_load)))
         host.prune(parent)
         for kept in held:
             host.release(kept)
-        if ours:
-            self.loads[self._last_load] = ours
-            awaited[self._last_load] = None
-        return tuple(awaited)
+        return self.end_load(load)
+
+    @property
+    def takes_reads(self) -> bool:
+        """Whether a request may wait for the disk."""
+        return not (self.off or self.stalled or len(self.orders) >= ORDERS_MAX)
+
+    def begin_load(self) -> DiskLoad:
+        """Begin a load, which `end_load` must follow."""
+        self._last_load += 1
+        return DiskLoad(self, self._last_load, max(1, self._host.total // READ_SHARE))
+
+    def end_load(self, load: DiskLoad) -> tuple[int, ...]:
+        """End the ordering of a load. Return the loads to wait for."""
+        if load.ours:
+            self.loads[load.number] = load.ours
+            load.awaited[load.number] = None
+        return tuple(load.awaited)
+
+    def read(self, load: DiskLoad, node_id: int, disk_id: int, owner: int) -> bool:
+        """Order the copy of an entry from the disk, unless the host tier has it or gets it; see `DiskLoad.request`."""
+        host, tier = self._host, self.tier
+        node = host.nodes[node_id]
+        if node.block != NO_HOST_BLOCK:
+            if node.written and not node.damaged:
+                return True
+            if node_id not in self._loading:
+                return False
+            load.awaited[self._loading[node_id]] = None
+            return True
+        full = len(load.ours) >= load.most or len(self.orders) >= ORDERS_MAX
+        if full or not host.give_block(node_id, owner=owner):
+            return False
+        tier.hold(disk_id)
+        node.once, tier.nodes[disk_id].once = tier.nodes[disk_id].once, False
+        self._loading[node_id] = load.number
+        load.ours.add(self._order(DiskOrder(DISK_READ, node_id, disk_id, load.number)))
+        return True
 
     def read_above(self, host_id: int) -> None:
         """Note that the copy in the host tier is read: reading the one on the disk later is no first read."""
@@ -346,7 +394,7 @@ class DiskCopies:
             rows.append((number, order.kind, host[order.host].block, node.block, first))
             values.append((node.value, -node.parent - 1 if first else tier[node.parent].value))
             if order.kind == DISK_WRITE:
-                tokens.append(node.tokens)
+                tokens.append(node.tokens.ljust(self._token_bytes, b"\0"))  # a part has one number alone
                 owners.append(node.tag)
         numbers = np.zeros((len(due), 9), np.int32)
         numbers[:, (0, 1, 2, 3, 8)] = rows

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from .hashing import BlockHasher, Hashes
+from .host_parts import part_number, part_value
 from .host_tier import NO_HOST_BLOCK, HostTier
 from .prefix_cache import Tokens, root_key
 from .tenants import Shares
@@ -58,7 +59,7 @@ class DiskTier(HostTier):
             value: Its chained hash.
             parent: The chained hash of the block before it, or the salt.
             first: Whether it is the first block of its chain.
-            tokens: Its tokens, [block_size] int32.
+            tokens: Its tokens, [block_size] int32; of a part, its number as `host_parts` has it, and zeros.
             hasher: Makes hashes under this coordinator's key.
             tag: The tag of its owner; NO_TAG if it is not known.
             owner: The tenant that is charged for it; 0 for none.
@@ -73,11 +74,12 @@ class DiskTier(HostTier):
             return False
         before = root_key(parent) if first else self._by_value.get(parent)
         full = self._shares is not None and self.usage.get(owner, 0) >= self._shares[1][owner]
-        known = (
-            before is not None
-            and not full
-            and int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0]) == value
-        )
+        number = part_number(tokens.tobytes())
+        if number >= 0 and not first:
+            expected, tokens = part_value(parent, number), tokens[:1]
+        else:
+            expected = int(hasher.extend(np.array([parent], np.uint64), tokens[None])[0])
+        known = before is not None and not full and expected == value
         node_id = self.add(before, value, tokens.tobytes()) if known and before is not None else None
         if node_id is None or self.nodes[node_id].block != NO_HOST_BLOCK:
             self.pruned_total += 1

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from .blocks import BlockIds
+from .blocks import NO_BLOCKS, BlockIds
 from .groups import Group
 from .hashing import Hashes
 from .host_copies import READS_MAX
@@ -19,6 +19,7 @@ from .host_parts import CHECKPOINT
 from .prefix_cache import Tokens, root_key
 
 NOTHING: tuple[int, ...] = ()
+Found = tuple[tuple[int, ...], tuple[int, ...]]  # blocks of the pool, or else nodes of the host tier
 
 
 class HostHit(msgspec.Struct):
@@ -59,20 +60,12 @@ def find_in_both(
         end: The most blocks that it may have.
         first_of: Returns the first block in sight behind so many tokens: `Windows.first`.
     """
-    assert group.host is not None
     search = PrefixSearch(group, salt, tokens, hashes, end)
-    count = search.known
-    size = group.pool.blocks.block_size
-    while count > least:
-        if group.state_blocks and not search.has_checkpoint(count):
-            count -= 1
-            continue
-        first = first_of(group, count * size) if group.window_pages else count
-        lacking = next((number for number in range(count - 1, first - 1, -1) if search.windows(number) is None), None)
-        if lacking is None:
-            return search.hit(first, count)
-        count = lacking  # a longer hit would see this block
-    return None
+    if search.has_entries:
+        search.match()
+        search.limit(READS_MAX)
+    longest = search.longest(least, group.pool.blocks.block_size, first_of)
+    return None if longest is None else search.hit(*longest)
 
 
 class PrefixSearch:
@@ -84,36 +77,60 @@ class PrefixSearch:
 
     def __init__(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes, end: int) -> None:
         assert group.host is not None
-        self._group, self._tier = group, group.host.tier
+        self._group, self._tier, self._reads = group, group.host.tier, len(group.host.reads)
+        self._prefix, self._end = (salt, tokens, hashes), end
         self._chain = self._tier.chain(root_key(salt), tokens, hashes, end)
+        self._matched, self._keys = NO_BLOCKS, list[int]()
+        self._windows: dict[int, Found | None] = {}
         self.known = 0
-        if not self._chain:
-            return
-        self._matched = group.index.match(salt, tokens, hashes)[:end]
-        self._keys = group.index.keys(self._matched).tolist()
-        self._windows: dict[int, tuple[tuple[int, ...], tuple[int, ...]] | None] = {}
-        room = READS_MAX - len(group.host.reads)
-        most = len(self._keys) + room // (1 + group.window_pages) - group.state_blocks
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether the host tier has something of the prefix, or had."""
+        return bool(self._chain)
+
+    def match(self) -> None:
+        """Look for the prefix in the pool."""
+        self._matched = self._group.index.match(*self._prefix)[: self._end]
+        self._keys = self._group.index.keys(self._matched).tolist()
         self.known = len(self._keys)
+
+    def limit(self, reads_max: int) -> None:
+        """Count the blocks on the host behind those in the pool, as many as a step can read with their parts."""
+        most = len(self._keys) + (reads_max - self._reads) // (1 + self._group.window_pages) - self._group.state_blocks
         while self.known < min(len(self._chain), most) and self._tier.is_hit(self._chain[self.known]):
             self.known += 1
 
-    def windows(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def longest(self, least: int, size: int, first_of: Callable[[Group, int], int]) -> tuple[int, int] | None:
+        """Return the first block in sight and the number of blocks of the longest hit of more than `least` blocks.
+
+        Args:
+            least: Blocks.
+            size: Tokens of a block.
+            first_of: Returns the first block in sight behind so many tokens.
+        """
+        group, count = self._group, self.known
+        while count > least:
+            if group.state_blocks and self._checkpoint(count) is None:
+                count -= 1
+                continue
+            first = first_of(group, count * size) if group.window_pages else count
+            lacking = next((each for each in range(count - 1, first - 1, -1) if self.windows(each) is None), None)
+            if lacking is None:
+                return first, count
+            count = lacking  # a longer hit would see this block
+        return None
+
+    def windows(self, number: int) -> Found | None:
         """Return the window blocks of a block in the pool, or else their nodes on the host; None if neither has all."""
         if number not in self._windows:
             self._windows[number] = self._find(number, self._group.pool.windows, 0, self._group.window_pages)
         return self._windows[number]
 
-    def has_checkpoint(self, count: int) -> bool:
-        """Return whether there is a checkpoint just behind so many blocks."""
-        return self._checkpoint(count) is not None
-
-    def _checkpoint(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _checkpoint(self, count: int) -> Found | None:
         return self._find(count - 1, self._group.pool.checkpoints, CHECKPOINT, self._group.state_blocks)
 
-    def _find(
-        self, number: int, parts: dict[int, tuple[int, ...]], first: int, count: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _find(self, number: int, parts: dict[int, tuple[int, ...]], first: int, count: int) -> Found | None:
         ids = parts.get(self._keys[number]) if number < len(self._keys) else None
         if ids is not None:
             return ids, NOTHING

@@ -154,7 +154,7 @@ class KVCacheManager:
             blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.tenants.disk_shares, self.wipes
         )
         host.yields.remember(blocks)
-        return DiskCopies(tier, host)
+        return DiskCopies(tier, host, self.blocks.block_size)
 
     def drop_group(self, group: Group) -> Slots:
         """Drop the group of a dead worker, with its KV. Its sequences keep their tokens.

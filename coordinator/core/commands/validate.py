@@ -299,8 +299,6 @@ def _host_tier(name: str, message: WorkerReady) -> None:
     if not 0 < len(message.host_identity) <= HOST_IDENTITY_MAX:
         size = len(message.host_identity)
         raise ProtocolError(f"worker {name}: host_identity has {size} characters: expected 1 to {HOST_IDENTITY_MAX}")
-    if message.disk_blocks and (message.state_blocks or message.window_pages):
-        raise ProtocolError(f"worker {name}: disk_blocks with state_blocks or window_pages is not supported")
 
 
 def _states(name: str, message: WorkerReady, limits: Limits) -> None:

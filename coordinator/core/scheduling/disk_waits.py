@@ -5,6 +5,7 @@ A request waits once it could start, and for `schedule.disk_wait_s` in all. What
 
 from __future__ import annotations
 
+from ..cache.disk_hits import load_from_disk
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import NO_DONOR, Placement
 from ..cache.sequences import NO_POOL
@@ -42,8 +43,12 @@ class DiskWaits:
             return None
         tokens, hashes = self._choice.prefix_of(request)
         first, most = placement.hits.size + len(placement.host), self._choice.shareable(request, tokens)
-        prefix = (request.salt, tokens, hashes)
-        loads = host.disk.load(*prefix, placement.host, first, most // s.block_size, request.tenant)
+        prefix, end = (request.salt, tokens, hashes), most // s.block_size
+        if placement.group.pool.mixed:
+            windows = self._cache.windows
+            loads = load_from_disk(placement, prefix, end, request.tenant, first_of=windows.first)
+        else:
+            loads = host.disk.load(*prefix, placement.host, first, end, request.tenant)
         if not loads:
             return None
         if request.disk_until_us < 0:
