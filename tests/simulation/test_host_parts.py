@@ -9,7 +9,7 @@ from tests.amount import examples
 from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import plant
-from tools.simulation.faults_of_parts import FAULTS_OF_PARTS, OF_RANKS, OF_STATES
+from tools.simulation.faults_of_parts import FAULTS_OF_PARTS, OF_RANKS, OF_STATES, ON_DISK
 from tools.simulation.runner import Outcome, play, run_seed
 from tools.simulation.settings import Settings
 
@@ -21,6 +21,17 @@ STATEFUL = msgspec.structs.replace(
     HOSTED, kinds=True, state_blocks=2, prompt_chunk=2, checkpoint_tokens=2, workers=(20,), host_blocks=96, quotas={}
 )
 RANKED = msgspec.structs.replace(HOSTED, ranks=(2,))
+ABOVE_A_DISK = msgspec.structs.replace(
+    WINDOWED,
+    window_pages=1,
+    workers=(20,),
+    host_blocks=14,
+    disk_blocks=120,
+    step_us=400,
+    wipe_gap_us=0,
+    flip_share=0.02,
+)
+WORLDS = dict.fromkeys(OF_STATES, STATEFUL) | dict.fromkeys(OF_RANKS, RANKED) | dict.fromkeys(ON_DISK, ABOVE_A_DISK)
 # Seeds to try first; see test_bites.
 LIKELY = {
     "host_hit_without_its_windows": 2,
@@ -37,11 +48,11 @@ def run_mixed(seed: int, settings: Settings) -> Outcome:
 @pytest.mark.parametrize(("states", "windows"), [(0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
 def test_every_promise_is_kept(states: float, windows: float) -> None:
     for seed in range(examples(SEEDS)):
-        outcome = run_seed(seed, EVENTS, check_every=16, states=states, windows=windows, hosts=1.0)
+        outcome = run_seed(seed, EVENTS, check_every=16, states=states, windows=windows, hosts=1.0, disks=0.5)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
-@pytest.mark.parametrize("settings", [WINDOWED, STATEFUL, RANKED])
+@pytest.mark.parametrize("settings", [WINDOWED, STATEFUL, RANKED, ABOVE_A_DISK])
 @pytest.mark.parametrize("seed", sorted({0, *LIKELY.values()}))
 def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) -> None:
     outcome = run_mixed(seed, settings)
@@ -50,7 +61,7 @@ def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) ->
 
 @pytest.mark.parametrize("name", FAULTS_OF_PARTS)
 def test_the_simulator_finds_a_planted_fault(name: str) -> None:
-    likely, settings = LIKELY.get(name, 0), STATEFUL if name in OF_STATES else RANKED if name in OF_RANKS else WINDOWED
+    likely, settings = LIKELY.get(name, 0), WORLDS.get(name, WINDOWED)
     with plant(name, FAULTS_OF_PARTS):
         for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
             if run_mixed(seed, settings).error:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvforge.coordinator.core.cache import host_hits
+from kvforge.coordinator.core.cache.disk_hits import DiskSearch
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_hits import PrefixSearch
@@ -21,6 +22,7 @@ from tools.simulation.faults import Patch
 
 FAULTS_OF_PARTS: dict[str, Callable[[], list[Patch]]] = {}
 OF_RANKS = {"host_file_of_the_first_rank_alone", "host_copies_of_the_first_rank_alone"}
+ON_DISK = {"window_blocks_on_the_disk_of_the_block_before"}
 OF_STATES = {"checkpoint_on_the_host_of_another_position", "checkpoint_on_the_host_of_any_position"}
 
 
@@ -121,6 +123,17 @@ def windows_from_the_host_count_at_once() -> list[Patch]:
             self._sequences.computed[slot] = self._sequences.scheduled[slot]
 
     return [(Residency, "_load", at_once)]
+
+
+@fault
+def window_blocks_on_the_disk_of_the_block_before() -> list[Patch]:
+    """A part comes back from the disk to the place of the next block's."""
+    part = DiskSearch._part_on_disk
+
+    def before(self: DiskSearch, number: int, each: int) -> tuple[int, ...] | None:
+        return part(self, max(0, number - 1), each)
+
+    return [(DiskSearch, "_part_on_disk", before)]
 
 
 @fault

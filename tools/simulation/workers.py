@@ -558,6 +558,8 @@ class SimulatedWorker:
         self._half_share = 0.0
         if self._disk is not None:
             self._disk.calm()
+            if self.hangs and not self._steps:  # only its watchdog notices: orders of the disk have no deadline
+                self.kill(REBORN_US)
 
     def _waits_for_others(self, life: tuple[int, int], took_us: int) -> bool:
         """Return whether this rank waits inside a step for another one to begin it; it dies if that one is gone."""
