@@ -126,7 +126,7 @@ def main() -> None:
             host_folder(2 * count * block_bytes) as memory,
         ):
             for turn in range(options.turns + 1):
-                for readers, direct in WAYS:  # in turns: other load of the machine hits all of them
+                for readers, direct in WAYS:  # in turns: other load of the machine hits each
                     rig = Rig(memory, disk, block_bytes, count, readers, direct=direct)
                     if not turn and not found:
                         rig.fill()
