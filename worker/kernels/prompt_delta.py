@@ -97,6 +97,15 @@ def _inverse_of(lower):
     return found
 
 
+@triton.jit
+def _of_keys(numbers, BY_CHANNEL: tl.constexpr):
+    """Return numbers of tokens as factors of keys [TOKENS, KEYS]; by channel they are."""
+    if BY_CHANNEL:
+        return numbers
+    else:
+        return numbers[:, None]
+
+
 @triton.jit(do_not_specialize=["heads", "groups", "mixed_stride", "beta_stride", "decay_stride"])
 def delta_tiles_kernel(
     mixed,
@@ -149,47 +158,48 @@ def delta_tiles_kernel(
     valid, first = (places >= begin) & (places < end), base.to(tl.int64)
     x = tl.load(beta + first * beta_stride + head + places * beta_stride, mask=valid, other=0.0).to(tl.float32)
     share = tl.where(valid, (1.0 / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32), 0.0)
-    own, inside = tile * heads + head, valid[:, None] & (along < key_size)[None, :]
-    # `passed`: logarithms of decays from the tile's begin; `since` and `until`: decays to its begin and end.
+    inside = valid[:, None] & (along < key_size)[None, :]
+    # `passed`: logarithms of decays from the tile's begin.
     if BY_CHANNEL:
         decay_at = decay + first * decay_stride + head * key_size + places[:, None] * decay_stride + along[None, :]
         x = tl.load(decay_at, mask=inside, other=0.0).to(tl.float32) + bias
         passed = tl.cumsum(tl.where(inside, rate * _softplus(x), 0.0), axis=0)
         whole = tl.sum(tl.where((places == TOKENS - 1)[:, None], passed, 0.0), axis=0)
+        own, shares = tile * heads + head, share[:, None]
         tl.store(factors + own * KEYS + along, tl.exp(whole))
-        since, until = tl.exp(passed), tl.exp(whole[None, :] - passed)
-        known_by = share[:, None] * since
+        whole = whole[None, :]
     else:
         x = tl.load(decay + first * decay_stride + head + places * decay_stride, mask=valid, other=0.0).to(tl.float32)
         x += bias
         passed = tl.cumsum(tl.where(valid, rate * _softplus(x), 0.0), axis=0)
         whole = tl.sum(tl.where(places == TOKENS - 1, passed, 0.0), axis=0)
+        own, shares = tile * heads + head, share
         tl.store(factors + own, tl.exp(whole))
         apart = passed[:, None] - passed[None, :]
         decays = tl.where(places[:, None] >= places[None, :], tl.exp(tl.minimum(apart, 0.0)), 0.0)
-        since, until = tl.exp(passed)[:, None], tl.exp(whole - passed)[:, None]
-        known_by = (share * tl.exp(passed))[:, None]
 
     mixed += first * mixed_stride
     query_at = mixed + (head // groups) * key_size + places[:, None] * mixed_stride + along[None, :]
     keys = (heads // groups) * key_size
     key = _of_length_1(tl.load(query_at + keys, mask=inside, other=0.0).to(tl.float32), least)
+    narrow = key.to(operand)
     key_at = places[:, None] * KEYS + along[None, :]
+    until = _of_keys(tl.exp(whole - passed), BY_CHANNEL)
     tl.store(left + own * TOKENS * KEYS + key_at, (key * until).to(operand))
-    weighted = (key * known_by).to(operand)
+    weighted = (key * _of_keys(shares * tl.exp(passed), BY_CHANNEL)).to(operand)
     query = _of_length_1(tl.load(query_at, mask=inside, other=0.0).to(tl.float32), least) * query_scale
+    since = _of_keys(tl.exp(passed), BY_CHANNEL)
     tl.store(queries + own * TOKENS * KEYS + key_at, (query * since).to(operand))
+    earlier = places[:, None] > places[None, :]
     pair_at = own * TOKENS * TOKENS + (places[:, None] * TOKENS + places[None, :])
     if BY_CHANNEL:
-        alike = tl.load(lower + pair_at, mask=places[:, None] > places[None, :], other=0.0)
+        alike = tl.load(lower + pair_at, mask=earlier, other=0.0) * shares
     else:
-        narrow = key.to(operand)
         flipped = tl.trans(narrow)
         found = tl.dot(query.to(operand), flipped) * decays
         tl.store(pairs + pair_at, found.to(operand))
-        alike = tl.dot(narrow, flipped) * decays
-    alike *= share[:, None]
-    inverse = _inverse_of(tl.where(places[:, None] > places[None, :], alike, 0.0)).to(operand)
+        alike = tl.dot(narrow, flipped) * decays * share[:, None]
+    inverse = _inverse_of(tl.where(earlier, alike, 0.0)).to(operand)
     tl.store(known + own * TOKENS * KEYS + key_at, tl.dot(inverse, weighted).to(operand))
     value_at = mixed + 2 * keys + head * value_size + places[:, None] * mixed_stride + across[None, :]
     value = tl.load(value_at, mask=valid[:, None] & (across < value_size)[None, :], other=0.0).to(tl.float32)
@@ -255,14 +265,14 @@ def delta_scan_kernel(
     for tile in tl.range(first_tile, first_tile + count):
         own = tile * all_heads + head
         narrow = held.to(operand)
+        if BY_CHANNEL:
+            held *= tl.load(factors + own * KEYS + along)[:, None]
         correction = tl.load(added + own * TOKENS * VALUES + value_at).to(tl.float32)
         correction -= tl.dot(tl.load(known + own * TOKENS * KEYS + key_at), narrow)
         corrected = correction.to(operand)
         found = tl.dot(tl.load(queries + own * TOKENS * KEYS + key_at), narrow)
         found += tl.dot(tl.load(pairs + own * TOKENS * TOKENS + pair_at), corrected)
-        if BY_CHANNEL:
-            held *= tl.load(factors + own * KEYS + along)[:, None]
-        else:
+        if not BY_CHANNEL:
             held *= tl.load(factors + own)
         held += tl.dot(tl.trans(tl.load(left + own * TOKENS * KEYS + key_at)), corrected)
         if kept != tl.float32:

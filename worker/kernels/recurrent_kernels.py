@@ -212,14 +212,14 @@ def delta_kernel(
     query_at = own + (head // groups) * key_size + along
     query = _of_length_1(tl.load(query_at, mask=in_key, other=0.0).to(tl.float32), least) * query_scale
     key = _of_length_1(tl.load(query_at + keys, mask=in_key, other=0.0).to(tl.float32), least)
-    value = tl.load(own + 2 * keys + head * value_size + across, mask=in_value, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-tl.load(beta + row * beta_stride + head).to(tl.float32)))
-    share = share.to(dtype).to(tl.float32)
-    if BY_CHANNEL:
+    if BY_CHANNEL:  # here, where fewer numbers are in registers
         decay_at = decay + row * decay_stride + head * key_size + along
         x = tl.load(decay_at, mask=in_key, other=0.0).to(tl.float32) + bias
         held *= tl.exp(rate * _softplus(x))[:, None]
-    else:
+    value = tl.load(own + 2 * keys + head * value_size + across, mask=in_value, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-tl.load(beta + row * beta_stride + head).to(tl.float32)))
+    share = share.to(dtype).to(tl.float32)
+    if not BY_CHANNEL:
         x = tl.load(decay + row * decay_stride + head).to(tl.float32) + bias
         held *= tl.exp(rate * _softplus(x))
     missing = (value - tl.sum(held * key[:, None], axis=0)) * share
