@@ -9,7 +9,7 @@ operations over the matrix rate, plus K and V over the read bandwidth. Both rate
 are those of products; an embedding that is not the head is not read. A mixture of experts reads the distinct experts
 that its tokens choose, counted as they are for even chances. Layers with windows read their windows, and layers with
 latents (deepseek-v2-lite) read each latent once. Layers with a recurrent state (qwen3.5-35b-a3b) read and write it.
-`--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b).
+`--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b, kimi-linear-48b-a3b).
 """
 
 from __future__ import annotations

@@ -63,6 +63,17 @@ SHAPES: dict[str, dict[str, Any]] = {  # layers of published models, fewer of th
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
     },
+    "kimi_linear": {  # of Kimi Linear 48B A3B: 32 states of 128 x 128 in a layer, but 16 experts
+        **PLAIN,
+        "model_type": "kimi_linear",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "moe_intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + [FULL],
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
     "granite4": {  # of Granite 4.0 H 1B: 48 states of 64 x 128 in a layer
         **PLAIN,
         "model_type": "granitemoehybrid",

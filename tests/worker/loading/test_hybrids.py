@@ -457,7 +457,9 @@ def test_states_in_16_bits(
 
 @pytest.mark.parametrize(
     ("name", "state_dtype", "allowed"),
-    every_pair(["mamba2", "minimax", "qwen3_5", "recurrent_gemma"], [("bfloat16", 0.05), ("float16", 0.01)]),
+    every_pair(
+        ["kimi_linear", "mamba2", "minimax", "qwen3_5", "recurrent_gemma"], [("bfloat16", 0.05), ("float16", 0.01)]
+    ),
 )
 def test_states_kept_in_16_bits(
     name: str,
@@ -480,7 +482,9 @@ def test_states_kept_in_16_bits(
     assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
 
 
-@pytest.mark.parametrize(("name", "kv_dtype", "allowed"), every_pair(["lfm2", "jamba"], [("int8", 0.02), ("fp8", 0.1)]))
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "allowed"), every_pair(["lfm2", "jamba", "kimi_linear"], [("int8", 0.02), ("fp8", 0.1)])
+)
 def test_keys_and_values_of_8_bits_beside_states(
     name: str,
     kv_dtype: str,

@@ -88,7 +88,7 @@ def test_logits_and_bits_on_a_gpu(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "name", ["bamba", "granite", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+    "name", ["bamba", "granite", "kimi_linear", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
 )
 def test_an_answer_from_graphs_on_a_gpu(name: str, dtype: str, write_config: Callable[..., Path]) -> None:
     """It has the bits of one without graphs: beside others, behind a checkpoint, as a fork, after a rewind."""
