@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from kvforge.worker.attention import KvLayer
-from kvforge.worker.device.block_copies import copy_blocks
+from kvforge.worker.device.block_copies import copy_blocks, zero_blocks
 from kvforge.worker.device.copies import copy_numbers
 from kvforge.worker.device.exchange import RankBuffers
 from kvforge.worker.device.target import HEAD_CLASSES, Target
@@ -211,6 +211,8 @@ def block_configurations(target: Target) -> list[Configuration]:
         buffer, sums = meta_tensor(rows, words, dtype=torch.int64), meta_tensor(rows, 64, dtype=torch.int64)
         copied = partial(copy_blocks, table, blocks, buffer, sums, 3, into_pool=into_pool)
         made.append(_configuration(target, f"blocks {'into' if into_pool else 'out of'} a pool", copied))
+    zeroed = partial(zero_blocks, table, blocks, meta_tensor(1000, dtype=torch.int64))
+    made.append(_configuration(target, "zeroed blocks of a pool", zeroed))
     return distinct(made)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.worker.device.block_buffers import BlockBuffers
 from kvforge.worker.device.device import Device
 
 from .batch import PagedBatch
@@ -62,6 +63,7 @@ class KvPool:
         self.parts = [part for part, _ in geometry.places] if geometry.is_paged else [0] * len(geometry.layers)
         self.states: StatePages | None = None
         self.beside: KvPool | None = None
+        self._buffers: BlockBuffers | None = None  # made when blocks are zeroed
         self._pages: tuple[
             torch.Tensor, ...
         ] = ()  # [blocks and a spare one, entries, block_size, ...]: numbers, scales
@@ -341,15 +343,15 @@ class KvPool:
         """
         if len(ids) == 0:
             return
-        blocks = self.device.upload(ids.astype(np.int64))
-        for cache in self.tensors():
-            as_bytes(cache).index_fill_(0, blocks, 0)
+        if self._buffers is None:
+            self._buffers = BlockBuffers(self.device, [cache.view(torch.uint8) for cache in self.tensors()])
+        self._buffers.zero(ids.astype(np.int64))
 
     def close(self) -> None:
         """Return the memory to the device. Closing twice is harmless."""
         if self.beside is not None:
             self.beside.close()
-        self.layers, self.states, self._pages = [], None, ()
+        self.layers, self.states, self._pages, self._buffers = [], None, (), None
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:

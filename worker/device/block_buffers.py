@@ -32,7 +32,7 @@ class PendingSums:
 
 
 class BlockBuffers:
-    """Copies blocks between tensors and rows on a device.
+    """Copies blocks between tensors and rows on a device, or overwrites them with zeros.
 
     Args:
         device: The device.
@@ -52,15 +52,33 @@ class BlockBuffers:
         # torch copies words several times as fast as bytes.
         self._unit = torch.int64 if all(size % WORD == 0 for size in sizes) else torch.uint8
         self._parts = [octets.view(len(octets), -1).view(self._unit) for octets in self._tensors]
-        self._weights = weights_of(self.block_bytes)
+        self._weights: Sums | None = None
         if device.runs_kernels and self._unit == torch.int64:
             addresses = [octets.data_ptr() for octets in self._tensors]
             table = np.array([addresses, sizes, places[:-1]], np.int64)
             table[1:] //= WORD
             self._table = device.upload(table)
+        self._zeros: tuple[torch.Tensor, torch.Tensor] | None = None  # a table without places, and a part of zeros
+
+    def zero(self, blocks: npt.NDArray[np.int64]) -> None:
+        """Queue zeros into every byte of blocks, [n] distinct: on a GPU one launch, however many tensors there are."""
+        ids = self._device.upload(blocks)
+        if self._table is None:
+            for tensor in self._parts:
+                tensor.index_fill_(0, ids, 0)
+            return
+        from .block_copies import zero_blocks  # imports triton
+
+        if self._zeros is None:
+            table, words = self._table.clone(), max(part.shape[1] for part in self._parts)
+            table[2] = 0
+            self._zeros = table, torch.zeros(words, dtype=torch.int64, device=table.device)
+        zero_blocks(self._zeros[0], ids, self._zeros[1])
 
     def begin(self, blocks: npt.NDArray[np.int64]) -> BlockCopies:
         """Begin to copy blocks, [n] distinct, which follow part by part."""
+        if self._table is None and self._weights is None:
+            self._weights = weights_of(self.block_bytes)
         return BlockCopies(self._device, self._tensors, self._parts, self._places, self._table, self._weights, blocks)
 
 
@@ -74,7 +92,7 @@ class BlockCopies:
         parts: Sequence[torch.Tensor],
         places: Sequence[slice],
         table: torch.Tensor | None,
-        weights: Sums,
+        weights: Sums | None,
         blocks: npt.NDArray[np.int64],
     ) -> None:
         self._device, self._parts, self._places, self._table, self._weights = device, parts, places, table, weights
@@ -110,4 +128,5 @@ class BlockCopies:
                 tensor.index_copy_(0, blocks, ours)
             else:
                 ours.copy_(tensor.index_select(0, blocks))
+        assert self._weights is not None, "without a kernel"
         self._summed.append(checksums(rows.cpu().numpy(), self._weights))

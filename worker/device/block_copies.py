@@ -27,8 +27,8 @@ def block_kernel(  # type: ignore[no-untyped-def]
     """Copy one part of one block, and sum it up. Grid: [blocks, tensors].
 
     table: [3, tensors] int64: address, words of a block, and place in the buffer of each tensor. blocks: [all] int64.
-    buffer: [n, words] int64, the rows of blocks [first, first + n). sums: [all, tensors] int64, the checksum of each
-    part.
+    buffer: [n, words] int64, the rows of blocks [first, first + n); with `words` 0, all have the first row. sums: [all,
+    tensors] int64, the checksum of each part.
     """
     row, tensor, tensors = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size = tl.load(table + tensors + tensor)
@@ -63,6 +63,32 @@ def copy_blocks(
         into_pool: Whether to copy from the buffer to the pool.
     """
     rows, words = buffer.shape
+    _launch(rows, table, blocks, buffer, sums, words, first, into_pool)
+
+
+def zero_blocks(table: torch.Tensor, blocks: torch.Tensor, zeros: torch.Tensor) -> None:
+    """Queue zeros into every byte of blocks of a pool.
+
+    Args:
+        table: As for `copy_blocks`, with each tensor at place 0.
+        blocks: [n] int64 on the device, distinct.
+        zeros: [words] int64 on the device, as many zeros as a block has words in any tensor, or more.
+    """
+    rows = len(blocks)
+    sums = torch.empty((rows, table.shape[1]), dtype=torch.int64, device=table.device)
+    _launch(rows, table, blocks, zeros, sums, 0, 0, True)
+
+
+def _launch(
+    rows: int,
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    buffer: torch.Tensor,
+    sums: torch.Tensor,
+    words: int,
+    first: int,
+    into_pool: bool,
+) -> None:
     block_kernel[(rows, sums.shape[1])](
         table, blocks, buffer, sums, words, first, INTO_POOL=into_pool, WORDS=WORDS, num_warps=WARPS
     )

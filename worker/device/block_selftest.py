@@ -1,4 +1,4 @@
-"""Self-test of the kernel that copies whole blocks, against plain torch, at a worker's start."""
+"""Self-test of the kernel that copies and zeroes whole blocks, against plain torch, at a worker's start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .device import WAY_OUT, Device
 from .queue import DeviceEvent
 
 BLOCKS, SIZES = 5, (8, 8200, 64)  # bytes of a block in each tensor: a word, more than a program copies at once, few
-COPIED = (3, 0, 4)
+COPIED, ZEROED = (3, 0, 4), (2,)
 
 
 def block_copies_test(device: Device) -> None:
-    """Copy blocks out of a pool and into another one.
+    """Copy blocks out of a pool and into another one, and zero one of those that are left.
 
     Raises:
         KernelError: The kernel is wrong.
@@ -41,10 +41,15 @@ def _copying(device: Device) -> Callable[[], str]:
             out.gather(slice(2, 3), rows[2:])
             back.scatter(slice(0, 3), rows)
             sums = out.sums(), back.sums()
+            zeroed = [tensor.clone() for tensor in held]
+            BlockBuffers(each, zeroed).zero(np.array(ZEROED))
             DeviceEvent(device).wait()
             copied = torch.cat([rows.flatten(), *(tensor.flatten() for tensor in other)])
-            found.append((copied.cpu().numpy().tobytes(), *(part.array().tobytes() for part in sums)))
-        names = ("other bytes", "another checksum out of the pool", "another checksum into the pool")
+            left = torch.cat([tensor.flatten() for tensor in zeroed])
+            octets = (part.cpu().numpy().tobytes() for part in (copied, left))
+            found.append((*octets, *(part.array().tobytes() for part in sums)))
+        checksums = ("another checksum out of the pool", "another checksum into the pool")
+        names = ("other bytes", "other bytes where blocks are zeroed", *checksums)
         return "; ".join(name for name, ours, plain in zip(names, *found, strict=True) if ours != plain)
 
     return run

@@ -71,6 +71,38 @@ def test_the_kernel_copies_and_sums_what_plain_torch_does() -> None:
     assert np.array_equal(expected_rows(other, order), want)
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sizes", [SIZES, (6, 10, 2)])
+def test_every_byte_of_zeroed_blocks_is_zero_and_no_other(kind: str, sizes: tuple[int, ...]) -> None:
+    device = open_device(kind)
+    if kind == "auto" and not device.queues:
+        pytest.skip("no GPU here")
+    held = tensors(device, sizes)
+    before = expected_rows(held, [0, 1, 3, 5])
+    buffers = BlockBuffers(device, held)
+    for blocks in ([4], [4, 2]):
+        buffers.zero(np.array(blocks))
+    DeviceEvent(device).wait()
+    assert not expected_rows(held, [2, 4]).any()
+    assert np.array_equal(expected_rows(held, [0, 1, 3, 5]), before)
+
+
+def test_the_kernel_zeroes_what_plain_torch_does() -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted beside a GPU")
+    from kvforge.worker.device.block_copies import zero_blocks
+
+    held = tensors(open_device("cpu"))
+    before = expected_rows(held, [0, 2, 4, 5])
+    words = np.array(SIZES) // 8
+    table = torch.tensor(np.array([[each.data_ptr() for each in held], words, np.zeros(len(SIZES), np.int64)]))
+    zero_blocks(table, torch.tensor([3, 1]), torch.zeros(int(words.max()), dtype=torch.int64))
+    assert not expected_rows(held, [1, 3]).any()
+    assert np.array_equal(expected_rows(held, [0, 2, 4, 5]), before)
+
+
 @pytest.mark.parametrize("size", [64, 24, 9])
 def test_every_bit_counts(size: int) -> None:
     rows = np.random.default_rng(size).integers(0, 256, (1, size), np.uint8)
