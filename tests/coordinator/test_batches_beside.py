@@ -17,7 +17,9 @@ TOKEN_US, FIXED_US = 100, 30_000  # of a step: 100 prompt tokens take a third of
 
 
 class TimedWorker(FakeWorker):
-    """A worker with steps of a fixed time and a time for each prompt token."""
+    """A worker with steps of a fixed time and a time for each prompt token, and for each decode if that is set."""
+
+    decode_us = 0
 
     def execute(self, step: Any) -> StepResult:
         """Execute a step, and report what it takes. States have no contents here: their copies are left out."""
@@ -25,8 +27,9 @@ class TimedWorker(FakeWorker):
         of_kv = np.array([(source, 0) in self.kv for source in triples[:, 0].tolist()], bool)
         result = super().execute(msgspec.structs.replace(step, copies=triples[of_kv].reshape(-1)))
         prefill = sum(count for count in step.counts.tolist() if count > 1)
+        decodes = sum(count == 1 for count in step.counts.tolist())
         fields = {name: getattr(result, name) for name in result.__struct_fields__ if name != "duration_us"}
-        return StepResult(**fields, duration_us=FIXED_US + TOKEN_US * prefill)
+        return StepResult(**fields, duration_us=FIXED_US + TOKEN_US * prefill + self.decode_us * decodes)
 
 
 class TimedDriver(Driver):
@@ -72,7 +75,7 @@ def chunks(driver: Driver, worker: FakeWorker, request: int, steps: int) -> list
 
 
 @pytest.mark.parametrize("state_blocks", [0, 2])
-def test_beside_decodes_of_others_prompts_of_batches_wait(state_blocks: int) -> None:
+def test_beside_decodes_of_others_batches_wait(state_blocks: int) -> None:
     driver, worker = service(steps_in_flight_max=1, state_blocks=state_blocks)
     learn(driver)
     old = driver.submit([5, 6, 7], 40, priority=BATCH)
@@ -81,12 +84,37 @@ def test_beside_decodes_of_others_prompts_of_batches_wait(state_blocks: int) -> 
     driver.step()
     batch = driver.submit(LONG * 3, 2, priority=BATCH)
     for _ in range(29):
-        assert tokens_by_request(driver, worker) == {old: 1, chat: 1}
+        assert tokens_by_request(driver, worker) == {chat: 1}
     assert driver.answer_of(chat) == continuation([1, 2, 3, 4], 30)
     assert tokens_by_request(driver, worker)[batch] > 16
     driver.run_until_idle()
     assert driver.answer_of(old) == continuation([5, 6, 7], 40)
     assert driver.answer_of(batch) == continuation(LONG * 3, 2)
+
+
+@pytest.mark.parametrize("prompts", [0, 1])
+def test_after_a_thousand_such_steps_decodes_of_batches_make_them_15_percent_longer(prompts: int) -> None:
+    """A step takes 30 ms and 1.5 for each row: 15 % of 31.5 ms are three rows of batches."""
+    driver, worker = service(steps_in_flight_max=1)
+    worker.decode_us = 1500
+    lines = [driver.submit([at, 2, 3], 60, priority=BATCH) for at in range(1, 9)]
+    for _ in range(3):
+        driver.step()
+    chat = driver.submit([20, 21], 30)
+    driver.step()
+    more = [driver.submit([at, *LONG * 3], 2, priority=BATCH) for at in range(prompts)]
+    (group,) = driver.machine.cache.groups.values()
+    group.batch_step = group.next_step - 1024
+    for _ in range(4):
+        tokens_by_request(driver, worker)  # steps of two sizes are measured
+    for _ in range(15):
+        stretched = prompts and group.next_step % 3 == 0
+        found = tokens_by_request(driver, worker)
+        assert found.pop(chat) == 1
+        assert found.keys() == ({*more} if stretched else {*lines[:3]}), "the oldest three"
+    driver.run_until_idle()
+    for at, line in enumerate(lines, 1):
+        assert driver.answer_of(line) == continuation([at, 2, 3], 60)
 
 
 @pytest.mark.parametrize("state_blocks", [0, 2])
@@ -193,6 +221,65 @@ def test_soon_after_another_request_its_steps_are_short_and_one_at_a_time() -> N
     assert worker.inbox[0].counts.sum() == 64, "a third longer than a step without prompt tokens: at most 100"
     driver.run_until_idle()
     assert driver.answer_of(batch) == continuation([7, *LONG], 8)
+
+
+@pytest.mark.parametrize("state_blocks", [0, 2])
+def test_after_others_prompts_of_batches_have_seven_of_eight_steps_and_decodes_one(state_blocks: int) -> None:
+    driver, worker = service(steps_in_flight_max=1, state_blocks=state_blocks, blocks_per_sequence_max=512)
+    learn(driver)
+    old = driver.submit([5, 6, 7], 40, priority=BATCH)
+    driver.step()
+    driver.step()
+    prompt = LONG * 8
+    batch = driver.submit(prompt, 2, priority=BATCH)
+    (group,) = driver.machine.cache.groups.values()
+    for _ in range(15):
+        decodes = group.next_step % 8 == 0
+        assert tokens_by_request(driver, worker) == ({old: 1} if decodes else {batch: 64})
+    driver.run_until_idle()
+    assert driver.answer_of(old) == continuation([5, 6, 7], 40)
+    assert driver.answer_of(batch) == continuation(prompt, 2)
+
+
+def test_decodes_of_batches_go_on_while_their_prompts_lack_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, worker = service(steps_in_flight_max=1)
+    learn(driver)
+    old = driver.submit([5, 6, 7], 40, priority=BATCH)
+    driver.step()
+    batch = driver.submit(LONG * 3, 2, priority=BATCH)
+    driver.step()
+    scheduler, stuck = driver.machine.scheduler, driver.machine.requests.live[batch].slot
+    make_way = scheduler._make_way
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "_writable", lambda shares: [False] * len(shares))
+        patched.setattr(scheduler, "_make_way", lambda group, slot, n: slot != stuck and make_way(group, slot, n))
+        for _ in range(9):
+            assert tokens_by_request(driver, worker) == {old: 1}
+    driver.run_until_idle()
+    assert driver.answer_of(old) == continuation([5, 6, 7], 40)
+    assert driver.answer_of(batch) == continuation(LONG * 3, 2)
+
+
+def test_where_others_have_no_room_batches_decode_and_no_row_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, worker = service(steps_in_flight_max=1)
+    old = driver.submit([5, 6, 7], 40, priority=BATCH)
+    driver.step()
+    chat = driver.submit([20, 21], 30)
+    driver.step()
+    scheduler, tried = driver.machine.scheduler, list[list[int]]()
+    slot_of = {request: driver.machine.requests.live[request].slot for request in (old, chat)}
+
+    def without_chat(group: Any, slots: np.ndarray, prefilling: bool) -> np.ndarray:
+        tried.append(slots.tolist())
+        return slots[slots != slot_of[chat]]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "_decodes", without_chat)
+        assert tokens_by_request(driver, worker) == {old: 1}
+    assert tried[:2] == [[slot_of[chat]], [slot_of[old]]]
+    driver.run_until_idle()
+    assert driver.answer_of(old) == continuation([5, 6, 7], 40)
+    assert driver.answer_of(chat) == continuation([20, 21], 30)
 
 
 def test_a_while_after_it_they_are_long_again() -> None:

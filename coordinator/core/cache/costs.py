@@ -70,9 +70,12 @@ class StepCosts:
         """Return what a step with so many tokens takes, in units."""
         return self.fixed + self.token * tokens
 
-    def stretched(self, percent: int) -> int:
-        """Return how many prompt tokens make a step take so many percent longer; 0 while no cost is known."""
-        return self.fixed * percent // (100 * self.token) if self.token else 0
+    def stretched(self, percent: int, tokens: int = 0) -> int:
+        """Return how many tokens more make a step of `tokens` so many percent longer; 0 while no cost is known.
+
+        At least one, once costs are known.
+        """
+        return max(1, self.of(tokens) * percent // (100 * self.token)) if self.token else 0
 
     def chunk(self, gap_us: int) -> int:
         """Return how many prompt tokens to mix into a decode step so that it takes at most `gap_us`.

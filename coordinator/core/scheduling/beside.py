@@ -1,14 +1,17 @@
 """What requests of batches, which have the lowest priority, get of a step beside others.
 
-A step with prompt tokens takes longer for each decode in it, up to twice as long on a GPU. Prompts of batches therefore
-wait for steps without others, and get a tenth of the time where others leave them no such step for long.
+A step with prompt tokens takes longer for each decode in it, up to twice as long on a GPU, and each row of a batch that
+begins or ends delays the step behind it. Batches therefore wait for steps without others, and get a tenth of the time
+where others leave them no such step for long. A request that comes waits for the step in flight. Soon after others,
+decodes of batches leave most steps to their prompts: a step of 128 prompt tokens takes less time on a GPU than one of
+64 decodes and 32 prompt tokens.
 
 | the step has | decodes of batches | prompt tokens of batches |
 |---|---|---|
 | prompts of others | up to 1 / 32 of these tokens, with those of others | none, but in every sixteenth step |
-| decodes of others | all | none |
-| decodes of others, for 1,024 steps | all; every third step none | every third step takes a third longer |
-| none of others, for a while after them | all | the step takes a third longer than one without |
+| decodes of others | none | none |
+| decodes of others, for 1,024 steps | a step 15 % longer; every third step none | every third step a third longer |
+| none of others, for a while after them | all, in every eighth step | the other steps, 40 % longer |
 | none of others | all | all |
 """
 
@@ -23,10 +26,13 @@ from .rows import RunningRows
 
 CHUNK_TOKENS_MIN = 16
 LOWER_SHARE = 16  # prompts of lower priority keep this part of a step's prefill tokens: 1 / LOWER_SHARE
+DECODES_PERCENT = 15  # how much longer a step takes for decodes of batches beside those of others
 DECODES_SHARE = 32  # beside others' prompts, decodes are at most 1 / DECODES_SHARE of their tokens, or one of a batch
-STRETCHED_PERCENT = 33  # how much longer a step takes for prompts of batches
+AFTER_PERCENT = 40  # how much longer a step takes for prompts of batches, soon after others
 STRETCHED_EVERY = 3  # beside decodes of others, one step of so many is stretched: by a tenth on average
-WITHOUT_STEPS = 1024  # so many steps prompts of batches wait for one without others
+DECODES_EVERY = 8  # after others, batches have one step of so many for decodes while they have prompts
+BESIDE_PERCENT = 33  # the same beside decodes of others
+WITHOUT_STEPS = 1024  # so many steps batches wait for one without others
 INTERACTIVE_US = 30_000_000  # how long after other requests batches leave room for the next one
 
 
@@ -44,7 +50,7 @@ class BatchRoom:
         return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
 
     def decodes(self, group: Group, decodes: Slots, prompts: Slots, tokens: int) -> Slots:
-        """Return the rows that decode in a step with prompts: the oldest ones of batches, as far as they have room.
+        """Return the rows that decode in the next step: the oldest ones of batches, as far as they have room.
 
         Args:
             group: The group.
@@ -60,10 +66,15 @@ class BatchRoom:
             s = self._cache.sequences
             left = s.length[waiting] + s.pending[waiting] - s.scheduled[waiting]
             most = max(1, min(int(left.sum()), tokens) // DECODES_SHARE - int(np.count_nonzero(~mine)))
-        elif mine.all() or not self._is_stretched(group):
-            return decodes
-        else:
+        elif mine.all():
+            if not prompts.size or not self._was_interactive(group) or self._is_for_decodes(group):
+                return decodes
             most = 0
+        elif not self._is_long_beside(group) or (prompts.size and self._is_stretched(group)):
+            most = 0
+        else:
+            costs, others = group.row_costs, int(np.count_nonzero(~mine))
+            most = costs.line.stretched(DECODES_PERCENT, others) if costs.has_times else decodes.size
         batches = decodes[mine]
         oldest = batches[np.argsort(self._rows.order[batches], kind="stable")][:most]
         return np.sort(np.concatenate((decodes[~mine], oldest)))
@@ -80,10 +91,13 @@ class BatchRoom:
         if others:
             room = self.kept(group, budget)
         elif np.count_nonzero(~self._rows.batch[decodes]):
-            room = self._stretched(group, budget) if self._is_stretched(group) else 0
+            room = _stretched(group, budget, BESIDE_PERCENT) if self._is_stretched(group) else 0
         else:
             group.batch_step = group.next_step
-            room = self._stretched(group, budget) if self._was_interactive(group) else budget
+            if not self._was_interactive(group):
+                room = budget
+            else:
+                room = 0 if decodes.size else _stretched(group, budget, AFTER_PERCENT)
         return min(budget - others, max(room, group.prompt_chunk)) if room else 0
 
     def kept(self, group: Group, budget: int) -> int:
@@ -92,12 +106,15 @@ class BatchRoom:
 
     def _is_stretched(self, group: Group) -> bool:
         """Return whether the next step may be longer for prompts of batches, beside decodes of others."""
-        return group.next_step - group.batch_step >= WITHOUT_STEPS and group.next_step % STRETCHED_EVERY == 0
+        return self._is_long_beside(group) and group.next_step % STRETCHED_EVERY == 0
 
-    def _stretched(self, group: Group, budget: int) -> int:
-        """Return the tokens of a longer step: a power of two, since captured graphs have such sizes."""
-        chunk = group.costs.stretched(STRETCHED_PERCENT)
-        return max(CHUNK_TOKENS_MIN, 1 << (chunk.bit_length() - 1)) if chunk else budget
+    def _is_long_beside(self, group: Group) -> bool:
+        """Return whether others have left batches no step for long."""
+        return group.next_step - group.batch_step >= WITHOUT_STEPS
+
+    def _is_for_decodes(self, group: Group) -> bool:
+        """Return whether the next step of batches alone has their decodes, and not their prompts."""
+        return group.next_step % DECODES_EVERY == 0
 
     def _was_interactive(self, group: Group) -> bool:
         """Return whether requests that were none of a batch ended lately, so that more are likely to come."""
@@ -107,3 +124,9 @@ class BatchRoom:
 def lower_share(budget: int) -> int:
     """Return how many of a step's prompt tokens rows of lower priority keep; 0 of a single one."""
     return -(-budget // LOWER_SHARE) if budget > 1 else 0
+
+
+def _stretched(group: Group, budget: int, percent: int) -> int:
+    """Return the tokens of a step that takes so much longer: a power of two, since captured graphs have such sizes."""
+    chunk = group.costs.stretched(percent)
+    return max(CHUNK_TOKENS_MIN, 1 << (chunk.bit_length() - 1)) if chunk else budget

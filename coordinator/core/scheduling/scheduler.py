@@ -120,9 +120,9 @@ class Scheduler:
             several |= only & (left > 0)  # reserves no room for a token, as a decode would
         prefilling = bool(np.count_nonzero(several))
         preempted = self._requests.preemptions_total
-        decoding = mine[(left > 0) & ~several]
-        if prefilling and rows.batch_count:
-            decoding = self._batches.decodes(group, decoding, mine[several], self._limits.step_tokens_max)
+        ready = decoding = mine[(left > 0) & ~several]
+        if rows.batch_count:
+            decoding = self._batches.decodes(group, ready, mine[several], self._limits.step_tokens_max)
         decodes = self._decodes(group, decoding, prefilling)
         counts, drafts = np.ones(decodes.size, np.int64), NO_DRAFTS
         if group.proposals:
@@ -132,6 +132,10 @@ class Scheduler:
         slots = decodes
         if prefilling:
             slots, counts = self._prefills(group, mine[several], decodes, counts)
+        if not slots.size and decoding.size < ready.size:  # the rows that others were left out for lack room
+            left_out = np.setdiff1d(ready, decoding)
+            slots = self._decodes(group, left_out[s.running[left_out]], prefilling)
+            counts = np.ones(slots.size, np.int64)
         if self._requests.preemptions_total != preempted:  # a later row may have preempted an earlier one
             alive = s.running[slots] & (s.pool[slots] == group.number)
             slots, counts = slots[alive], counts[alive]

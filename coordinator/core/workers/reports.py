@@ -393,7 +393,8 @@ class WorkerReports:
         self._results.apply(group, message)
         reads = bool(sent.message.host_reads.size)
         group.step_took(sent.prefill_tokens, message.duration_us, reads)
-        if group.drafts and sent.slots.size and not sent.prefill_tokens and not reads:
+        wanted = group.drafts or self._admission.rows.batch_count
+        if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
