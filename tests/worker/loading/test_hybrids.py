@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import transformers
@@ -27,7 +25,7 @@ from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
 from kvforge.worker.loading.load import load_model
-from kvforge.worker.loading.mixers import MIXING, chunks, mixers_of
+from kvforge.worker.loading.mixers import MIXING, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.rope import context_tokens
 from kvforge.worker.loading.row_cache import RowCache
@@ -36,6 +34,7 @@ from kvforge.worker.loading.trial import LADDER, OFFSET, SINGLES, unsteady_mixer
 from kvforge.worker.loading.verification import verify
 from tests.pairs import every_pair
 
+from .cached_logits import cached_logits
 from .random_models import HYBRIDS, NEEDS_CACHE, save
 
 pytestmark = [
@@ -115,33 +114,6 @@ def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPat
     mixer, decoder = (inspect.getsource(vars(module)[name]) for name in ("JambaMambaMixer", "JambaMambaDecoderLayer"))
     assert mixer.endswith(mixers._classes_in(source)["JambaMambaMixer"])
     assert decoder.endswith(mixers._classes_in(source)["JambaMambaDecoderLayer"])
-
-
-def empty_cache(module: Any) -> Any:
-    """Return transformers' cache of a model without a token."""
-    if hasattr(module, "_setup_cache"):  # its layers have their states
-        module._setup_cache(module.config, 1, torch.device("cpu"), module.dtype)
-    own = getattr(sys.modules[type(module).__module__], "MiniMaxCache", None)
-    return transformers.DynamicCache(config=module.config) if own is None else own()
-
-
-@torch.inference_mode()
-def cached_logits(model: LoadedModel, sequence: npt.NDArray[np.int64], counts: list[int]) -> torch.Tensor:
-    """Return transformers' own logits [tokens, vocab], with its cache, for one sequence in the chunks of ours."""
-    cache, parts, start = empty_cache(model.module), [], 0
-    named = inspect.signature(model.module.forward).parameters
-    (name,) = (each for each in ("cache", "past_key_values") if each in named)
-    use_attention(model.module, "eager")
-    try:
-        for count in counts:
-            for begin, end in chunks(start, start + count, model.prompt_chunk):
-                ids, places = torch.as_tensor(sequence[begin:end])[None], torch.arange(begin, end)[None]
-                output = model.module(input_ids=ids, position_ids=places, use_cache=True, **{name: cache})
-                parts.append(output.logits[0].float())
-            start += count
-        return torch.cat(parts)
-    finally:
-        use_attention(model.module, ATTENTION_NAME)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

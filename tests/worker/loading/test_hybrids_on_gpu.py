@@ -8,35 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from kvforge.worker.device.device import open_device
 from kvforge.worker.loading.load import load_model
-from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from kvforge.worker.loading.verification import in_float32
 from tests.worker.step.test_states import play
 
+from .cached_logits import cached_logits
 from .random_models import HYBRIDS, NEEDS_CACHE
 
 pytestmark = [pytest.mark.gpu, NEEDS_CACHE, pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")]
 LENGTHS = (127, 1, 65, 64)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-
-
-@torch.inference_mode()
-def cached_logits(model: LoadedModel, sequence: np.ndarray) -> torch.Tensor:
-    """Return transformers' own logits [tokens, vocab] of a prompt, with its cache, in our chunks."""
-    cache, parts, place = transformers.DynamicCache(config=model.module.config), [], model.device.torch_device
-    use_attention(model.module, "eager")
-    try:
-        for begin in range(0, len(sequence), model.prompt_chunk):
-            ids = torch.as_tensor(sequence[begin : begin + model.prompt_chunk], device=place)[None]
-            places = begin + torch.arange(ids.shape[1], device=place)[None]
-            output = model.module(input_ids=ids, position_ids=places, cache=cache, use_cache=True)
-            parts.append(output.logits[0].float())
-        return torch.cat(parts)
-    finally:
-        use_attention(model.module, ATTENTION_NAME)
 
 
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -65,20 +48,20 @@ def test_logits_and_bits_on_a_gpu(
     chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 1, 0]], prompts=3)
     for got, want, sequence in zip(chunked, alone, sequences, strict=True):
         assert torch.equal(got, want)
-        reference = cached_logits(model, sequence)
-        far = apart(got, reference)
+        reference = cached_logits(model, sequence, [len(sequence)])
         if dtype == "bfloat16" and model.fused is not None:
             # Prompts run through kernels of our own, and random weights enlarge what is rounded otherwise: both are
             # compared with float32. There transformers' own are up to 0.5 of the largest logit away.
             with in_float32(model.module):
-                exact = cached_logits(model, sequence)
-            ours, theirs = (float(apart(each, exact).quantile(0.9)) for each in (got, reference))
-            assert ours <= max(TOLERANCE[dtype], 1.5 * theirs), (ours, theirs)
-            assert float(far.median()) <= TOLERANCE[dtype]
+                exact = cached_logits(model, sequence, [len(sequence)])
+            for share in (0.5, 0.9):
+                ours, theirs = (float(apart(each, exact).quantile(share)) for each in (got, reference))
+                assert ours <= max(TOLERANCE[dtype], 1.5 * theirs), (len(sequence), share, ours, theirs)
         else:
             # In 16 bits a token near the border of two experts may go to the other one.
             allowed = len(sequence) // 10 if has_experts and dtype != "float32" else 0
-            assert int((far > TOLERANCE[dtype]).sum()) <= allowed
+            far = apart(got, reference)
+            assert int((far > TOLERANCE[dtype]).sum()) <= allowed, far.sort().values[-allowed - 3 :]
     # Generated tokens: alone, and beside others in another order.
     decoded = paged_logits(model, sequences[:1], [[64], *[[1]] * 20], prompts=1)[0]
     steps = [[64, 1, 64], *[[int(step == 0), 0, 1] for step in range(20)]]
