@@ -126,7 +126,7 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     salt = core.cache.hasher.salt("tenant:default")
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        placement = core.cache.residency.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))
+        placement = core.cache.planner.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))
         return placement.cached_tokens(core.limits.cache.block_size)
 
     assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)

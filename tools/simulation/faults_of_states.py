@@ -14,6 +14,7 @@ from kvforge.coordinator.core.cache.checkpoints import Checkpoints
 from kvforge.coordinator.core.cache.continuing import Continuing
 from kvforge.coordinator.core.cache.groups import NO_KEY, Group
 from kvforge.coordinator.core.cache.placement import NO_DONOR, Placement
+from kvforge.coordinator.core.cache.planner import Planner
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.scheduling import scheduler
 from tools.simulation.faults import Patch
@@ -30,16 +31,16 @@ def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 @fault
 def checkpoint_one_block_off() -> list[Patch]:
     """A hit takes one block more than the checkpoint is behind."""
-    real = Residency._plan_with_state
+    real = Planner._plan_with_state
 
-    def plan(self: Residency, group: Group, salt: int, tokens: Any, hashes: Any, shared_max: int | None) -> Placement:
+    def plan(self: Planner, group: Group, salt: int, tokens: Any, hashes: Any, shared_max: int | None) -> Placement:
         found = real(self, group, salt, tokens, hashes, shared_max)
         matched, count = group.index.match(salt, tokens, hashes), found.hits.size
         if count and matched.size > count and (count + 1) * self._blocks.block_size < tokens.size:
             found.hits, found.needed = matched[: count + 1], found.needed - 1
         return found
 
-    return [(Residency, "_plan_with_state", plan)]
+    return [(Planner, "_plan_with_state", plan)]
 
 
 @fault

@@ -11,7 +11,7 @@ from .blocks import Blocks
 from .groups import Group
 from .indexing import Indexing
 from .placement import NO_DONOR, Placement
-from .residency import Residency
+from .planner import Planner
 from .sequences import Sequences, Tokens, unmarked
 from .states import is_cut
 from .tenants import Tenants
@@ -21,10 +21,10 @@ class Continuing:
     """Finds what a prompt and a kept sequence have in common. It changes nothing."""
 
     def __init__(
-        self, sequences: Sequences, blocks: Blocks, indexing: Indexing, tenants: Tenants, residency: Residency
+        self, sequences: Sequences, blocks: Blocks, indexing: Indexing, tenants: Tenants, planner: Planner
     ) -> None:
         self._sequences, self._blocks, self._indexing, self._tenants = sequences, blocks, indexing, tenants
-        self._residency = residency
+        self._planner = planner
 
     def marked(self, sequence_id: int, tenant: str, salt: int, prompt: Tokens) -> Tokens:
         """Return a prompt with the marks of a sequence, as far as their token ids agree.
@@ -73,7 +73,7 @@ class Continuing:
         needed = s.blocks_for(tokens.size) - full + group.state_blocks
         found = Placement(group, s.blocks_of(slot)[:full], partial, needed, slot)
         found.checkpoint = s.states_of(slot)
-        return self._residency.share_windows(found, slot, shared, tokens.size) if group.window_pages else found
+        return self._planner.share_windows(found, slot, shared, tokens.size) if group.window_pages else found
 
 
 def _common(one: Tokens, other: Tokens) -> int:

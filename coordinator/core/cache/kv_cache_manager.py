@@ -27,6 +27,7 @@ from .host_writeback import HostWriteback
 from .indexing import Indexing
 from .kept import KeptSequences
 from .pins import Pins
+from .planner import Planner
 from .prefix_cache import PrefixCache, PrefixStore
 from .prefix_pins import PrefixPins
 from .residency import Residency
@@ -47,6 +48,7 @@ class KVCacheManager:
         sequences: The sequences, resident or not.
         checkpoints: Takes checkpoints of recurrent states.
         windows: Places the window blocks of sequences.
+        planner: Plans how a sequence is placed in a group.
         residency: Places sequences in groups, and evicts idle ones.
         tables: Grows the block tables of resident sequences.
         pins: Blocks that clients hold.
@@ -90,11 +92,12 @@ class KVCacheManager:
         self.past_steps_total = 0  # steps of workers that are gone
         placed = (self.sequences, self.blocks, self.groups)
         self.checkpoints = Checkpoints(limits, self.sequences, self.blocks, self.indexing, self.hasher)
+        self.planner = Planner(limits, self.sequences, self.blocks, self.checkpoints, self.windows)
         self.residency = Residency(
-            clock, limits, *placed, self.indexing, self.eviction, self.waits, self.checkpoints, self.windows
+            clock, *placed, self.indexing, self.eviction, self.waits, self.checkpoints, self.windows
         )
         self.tables = BlockTables(*placed, self.tenants, self.residency, self.windows)
-        self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants, self.residency)
+        self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants, self.planner)
         self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)
         parts = (self.sequences, self.groups, self.residency, self.kept, self.tenants)
         self.prefix_pins = PrefixPins(clock, bounds, *parts)

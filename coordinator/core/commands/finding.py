@@ -43,7 +43,7 @@ class Finding:
         salt, cached = cache.hasher.salt(text), 0
         if prompt.size:
             hashes = cache.indexing.hashes(salt, prompt)
-            placements = (cache.residency.plan_placement(group, salt, prompt, hashes) for group in groups)
+            placements = (cache.planner.plan_placement(group, salt, prompt, hashes) for group in groups)
             cached = max(placement.cached_tokens(s.block_size) for placement in placements)
         tenant, running = cache.tenants.peek(message.tenant), self._admission.running_total
         return PrefixFound(

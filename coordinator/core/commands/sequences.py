@@ -114,7 +114,7 @@ class SequenceCommands:
         hashes = cache.indexing.hashes(salt, message.tokens)
         best, refusal, best_rank = None, None, (-1, -1)
         for group in cache.groups.values():
-            placement = cache.residency.plan_placement(group, salt, message.tokens, hashes)
+            placement = cache.planner.plan_placement(group, salt, message.tokens, hashes)
             try:
                 placement = cache.residency.with_room(placement, tenant, NO_SPARE, np.zeros(0, np.int64))
             except CapacityExceeded as error:

@@ -108,7 +108,7 @@ class Choice:
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
         if holder is not None and s.pool[holder.slot] == group.number and not group.state_blocks:
-            fork = cache.residency.plan_fork(group, holder.slot, request.prompt.size)
+            fork = cache.planner.plan_fork(group, holder.slot, request.prompt.size)
             if fork is not None:
                 fork.otherwise = self._plan_of_tokens(group, request) if group.window_pages else None
                 return fork
@@ -118,11 +118,11 @@ class Choice:
         """Plan a placement by the request's tokens."""
         cache, s = self._cache, self._cache.sequences
         tokens, hashes = self.prefix_of(request)
-        placement = cache.residency.plan_placement(group, request.salt, tokens, hashes, request.shareable_tokens)
+        placement = cache.planner.plan_placement(group, request.salt, tokens, hashes, request.shareable_tokens)
         if placement.reads and request.phases.phase == PREEMPTED:
             if group.pool.mixed:
                 prefix = (request.salt, tokens, hashes, request.shareable_tokens)
-                without = cache.residency.plan_placement(group, *prefix, host=False)
+                without = cache.planner.plan_placement(group, *prefix, host=False)
                 placement = swapping.decide_whole(placement, without, s.block_size)
             else:
                 placement = swapping.decide(placement, s.block_size)

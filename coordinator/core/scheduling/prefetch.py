@@ -44,7 +44,7 @@ class Prefetch:
             if group.host is None or group.away or not self._choice.could_hold(group, request):
                 continue
             hashes = indexing.hashes(request.salt, tokens) if hashes is None else hashes
-            placement = self._cache.residency.plan_placement(group, request.salt, tokens, hashes)
+            placement = self._cache.planner.plan_placement(group, request.salt, tokens, hashes)
             if not placement.reads or (found is not None and len(placement.reads) <= len(found.reads)):
                 continue
             spare = Spare(group.running + 1, int(np.count_nonzero(s.running & (s.tenant == request.tenant))) + 1)
