@@ -7,7 +7,9 @@ greedy draft must be accepted, wherever its K and V come from.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,13 +22,13 @@ from safetensors.torch import save_file
 from kvforge import Client, Request, SamplingParams
 from kvforge.client.results import Finished
 from tools.cluster.cluster import Cluster
+from tools.cluster.fork_server import WORKER, fork_server
 from tools.cluster.running import CONFIG
 
 from .midway import stopped_midway
 from .shared import wait_empty
 
-TOKENS, WAIT_S, LAYERS = 60, 120.0, 8
-TRIES, DRAFTED_MIN = 60, 8
+TOKENS, WAIT_S, LAYERS = 60, 120.0, 4
 COORDINATOR = "[schedule]\ndrafts_max = 4\ndrafts_shared = false\n"
 VOCABULARY = 3000  # prompts and answers repeat no two tokens, so that lookup proposes nothing
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -126,7 +128,7 @@ def repeats(tokens: Sequence[int]) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(models: tuple[Path, Path]) -> Iterator[Cluster]:
-    with Cluster(model=models[0], coordinator=COORDINATOR, worker=f'draft_model = "{models[1]}"\n') as cluster:
+    with DraftingCluster(model=models[0], coordinator=COORDINATOR, worker=f'draft_model = "{models[1]}"\n') as cluster:
         cluster.start("w0")
         yield cluster
 
@@ -138,19 +140,27 @@ def kv(cluster: Cluster) -> Iterator[Client]:
     wait_empty(kv)
 
 
-def all_accepted(kv: Client, run: Callable[[], None]) -> None:
-    """Run greedy requests again until steps have verified drafts, and check that all of these were accepted.
+class DraftingCluster(Cluster):
+    """A cluster with workers that draft with each result; see `drafting_worker`."""
 
-    How often the coordinator tries drafts depends on what steps take here.
-    """
-    before = counts(kv)
-    for _ in range(TRIES):
-        run()
-        drafted, accepted = (now - then for now, then in zip(counts(kv), before, strict=True))
-        assert accepted == drafted, "the draft model chose another token than the model that computes the same"
-        if drafted > DRAFTED_MIN:
+    def _start(self, name: str, module: str, config: Path) -> None:
+        if module != "worker":
+            super()._start(name, module, config)
             return
-    raise AssertionError(f"{drafted} drafts in {TRIES} rounds")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        arguments, log = ["--config", str(config)], self.folder / f"{name}.log"
+        whole = "tests.integration.drafting_worker"
+        self._processes[name] = fork_server(WORKER).start(arguments, log, environment, whole)
+
+
+@contextmanager
+def all_accepted(kv: Client, drafted_min: int) -> Iterator[None]:
+    """Check that so many drafts are verified inside the block, of greedy requests, and that all are accepted."""
+    before = counts(kv)
+    yield
+    drafted, accepted = (now - then for now, then in zip(counts(kv), before, strict=True))
+    assert drafted >= drafted_min
+    assert accepted == drafted, "the draft model chose another token than the model that computes the same"
 
 
 def test_answers_are_those_without_a_draft_model(kv: Client, want: list[Finished]) -> None:
@@ -173,7 +183,7 @@ def test_hits_and_forks_bring_the_keys_and_values_of_the_draft_model(kv: Client)
     assert not repeats([*prompt, *first.tokens])
     assert not repeats([*prompt, *first.tokens[:5], 9, *other])
 
-    def run() -> None:
+    with all_accepted(kv, 3 * TOKENS):
         again = kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt="forks").result(WAIT_S)
         assert again.cached_tokens >= 64
         assert again.tokens == first.tokens
@@ -188,25 +198,20 @@ def test_hits_and_forks_bring_the_keys_and_values_of_the_draft_model(kv: Client)
         assert answers[0][: TOKENS - 5] == first.tokens[5:]
         kv.remove([parent, *children])
 
-    all_accepted(kv, run)
-
 
 def test_preempted_requests_and_those_of_a_killed_worker_go_on(models: tuple[Path, Path], want: list[Finished]) -> None:
     draft = f'draft_model = "{models[1]}"\n'
-    with Cluster(model=models[0], blocks=24, coordinator=COORDINATOR, worker=draft) as cluster:
+    with DraftingCluster(model=models[0], blocks=24, coordinator=COORDINATOR, worker=draft) as cluster:
         kv = cluster.start("w0")
 
         for mine, other in zip(results([submitted(kv, number) for number in NUMBERS]), want, strict=True):
             assert bits(mine) == bits(other)
         assert kv.stats().requests.preemptions_total > 0, "24 blocks hold fewer than these five at their ends"
-
-        def run() -> None:
+        with all_accepted(kv, 2 * TOKENS):
             requests = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in PROMPTS]
             found = results(requests)
             assert found[0].tokens == want[0].tokens
             assert not any(repeats([*prompt, *each.tokens]) for prompt, each in zip(PROMPTS, found, strict=True))
-
-        all_accepted(kv, run)
         few = NUMBERS[2:]  # all of them run at once
         requests = stopped_midway(cluster, kv, lambda: [submitted(kv, each) for each in few], TOKENS, "w0", begun=2)
         cluster.kill("w0")
@@ -222,7 +227,7 @@ def test_the_host_tier_keeps_the_draft_model_and_another_one_is_a_miss(
     _, other = write_models(tmp_path, seed=1)
     draft = f'draft_model = "{models[1]}"\n'
     learns = COORDINATOR + "[cache]\nhost_learn_blocks = 0\n"
-    with Cluster(model=models[0], blocks=10, coordinator=learns, worker=draft, host_bytes=64 << 20) as cluster:
+    with DraftingCluster(model=models[0], blocks=10, coordinator=learns, worker=draft, host_bytes=64 << 20) as cluster:
         kv = cluster.start("w0")
         for number in NUMBERS:
             assert bits(submitted(kv, number).result(WAIT_S)) == bits(want[number])
@@ -235,7 +240,8 @@ def test_the_host_tier_keeps_the_draft_model_and_another_one_is_a_miss(
 
         run()
         loaded = kv.stats().pools[0].host_loaded_total
-        all_accepted(kv, run)
+        with all_accepted(kv, 2 * TOKENS):
+            run()
         assert kv.stats().pools[0].host_loaded_total > loaded + 5
         cluster.kill("w0")
         cluster.start_worker("w0", changed=f'draft_model = "{other}"')
