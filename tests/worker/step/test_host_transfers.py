@@ -53,7 +53,7 @@ def host_of(pool: KvPool, folder: Path) -> HostTransfers:
 
 
 def content(pool: KvPool, block: int) -> list[bytes]:
-    return [cache[block].contiguous().view(torch.uint8).numpy().tobytes() for cache in pool.tensors()]
+    return [cache[block].contiguous().view(torch.uint8).cpu().numpy().tobytes() for cache in pool.tensors()]
 
 
 def copies(*rows: tuple[int, int, int]) -> Any:
@@ -89,24 +89,40 @@ def test_quantised_blocks_come_back_with_their_scales(tiny: Callable[..., Loaded
     pool.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_pages_of_models_with_windows_and_states_come_back(kv_dtype: str, cpu: Device, tmp_path: Path) -> None:
+def pages_come_back(device: Device, kv_dtype: str, folder: Path) -> None:
+    """Save and load pages of a model with windows, and of one with states."""
     shape, state = LayerShape(2, 16), StateTensor(0, "h", (1, 3, 5), torch.float32)
     for geometry in (
         KvGeometry((shape, replace(shape, window=16), replace(shape, window=16)), BLOCK_SIZE, kv_dtype),
         KvGeometry((shape, shape), BLOCK_SIZE, kv_dtype, (state,)),
     ):
-        pool = KvPool(geometry, 6, cpu)
-        host = host_of(pool, tmp_path)
+        pool = KvPool(geometry, 6, device)
+        host = host_of(pool, folder)
         for cache in pool.tensors():
-            as_bytes(cache).copy_(torch.randint(0, 255, as_bytes(cache).shape, dtype=torch.uint8))
+            octets = as_bytes(cache)
+            octets.copy_(torch.randint(0, 255, octets.shape, dtype=torch.uint8))
         before = content(pool, 1), content(pool, 3)
         host.save(copies((1, 7, 5), (3, 90, 6))).settle()
         pool.zero_blocks(i4(1, 2, 3, 4))
         loaded = host.load(copies((4, 7, 5), (2, 90, 6)))
+        device.synchronize()
         assert not loaded.settle().size and (content(pool, 4), content(pool, 2)) == before
         host.close()
         pool.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_pages_of_models_with_windows_and_states_come_back(kv_dtype: str, cpu: Device, tmp_path: Path) -> None:
+    pages_come_back(cpu, kv_dtype, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
+def test_pages_come_back_on_a_gpu(kv_dtype: str, in_memory: Path) -> None:
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    pages_come_back(device, kv_dtype, in_memory)
 
 
 def test_many_blocks_are_copied_in_parts(bench: Bench) -> None:
