@@ -212,3 +212,17 @@ def test_a_window_block_is_explained() -> None:
     assert all(driver.machine.cache.blocks.kind[list(last)] == WINDOW)
     words = " ".join(driver.ask(Explain(rid=driver.rid(), block_id=last[0])).sentences)
     assert "its content is in block" in words and "of the host tier" in words
+
+
+def test_a_sequence_in_the_tier_is_explained_as_far_as_it_comes_back() -> None:
+    driver, _ = hosted()
+    sequence = driver.create(FIRST)
+    driver.submit(sequence_id=sequence, max_tokens=3)
+    driver.run_until_idle()
+    driver.serve(SECOND)
+    words = " ".join(driver.explain(sequence_id=sequence).sentences)
+    assert "of its tokens are in the host tier of w" in words
+    for node_id in [node_id for node_id, node in driver.tier.nodes.items() if part_number(node.tokens) >= 0]:
+        driver.tier.drop(node_id)
+    words = " ".join(driver.explain(sequence_id=sequence).sentences)
+    assert "in the host tier" not in words, "KV without its window is of no use"

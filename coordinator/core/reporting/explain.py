@@ -281,8 +281,10 @@ class Explainer:
         salt, tokens = int(s.salt[slot]), indexing.contents(s.tokens[slot, : int(s.length[slot])])
         hashes = indexing.hashes(salt, tokens)
         for group in self._cache.groups.values():
-            first = group.index.match(salt, tokens, hashes).size if group.host is not None else 0
-            found = group.host.match(salt, tokens, hashes, first, hashes.size) if group.host is not None else ()
+            if group.host is None:
+                continue
+            placement = self._cache.planner.plan_placement(group, salt, tokens, hashes)
+            first, found = placement.hits.size, placement.host
             if found:
                 words = f"it holds no blocks: {size * len(found)} of its tokens are in the host tier of {group.name}"
                 return f"{words}, behind {size * first} in cached blocks; they come back when a request needs them"
