@@ -307,7 +307,7 @@ def test_drafts_end_once_two_steps_that_overlap_have_more_tokens() -> None:
     """The way of results becomes long while drafts pay: steps without them are measured two at a time, as they run."""
     driver, worker = timed(8, 20, 0, 1.0)
     for row in range(16):
-        driver.submit([10 + row, 2, 3, 4], 900)
+        driver.submit([10 + row, 2, 3, 4], 600)
     while len(worker.steps) < 60:
         driver.step()
     assert sum(step.drafts.size > 0 for step in worker.steps[20:]) > 35
