@@ -315,11 +315,10 @@ def advance_prompts(
     operand = torch.float32 if mixed.dtype == torch.float32 else torch.float16
     kept = [torch.empty((most, heads, CHUNK, width), dtype=operand, device=mixed.device) for width in widths]
     by_channel = delta.is_by_channel
-    wide = torch.empty(0, dtype=torch.float32, device=mixed.device)
-    kept.append(wide.new_empty((most, heads, keys) if by_channel else (most, heads)))
-    lower = wide.new_empty((most, heads, CHUNK, CHUNK)) if by_channel else wide
-    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, "BY_CHANNEL": by_channel}
-    common |= launch_options(launch.overlap)
+    shape = (most, heads, keys) if by_channel else (most, heads)
+    kept.append(torch.empty(shape, dtype=torch.float32, device=mixed.device))
+    lower = kept[-1].new_empty((most, heads, CHUNK, CHUNK)) if by_channel else kept[-1]  # which nothing reads
+    common = {"TOKENS": CHUNK, "KEYS": keys, "VALUES": values, **launch_options(launch.overlap)}
     columns = min(tiles.columns, values)
     for segment in rows.segments:
         if by_channel:
@@ -340,6 +339,7 @@ def advance_prompts(
             *(each.stride(0) for each in (mixed, inputs.beta, inputs.decay)),
             delta.key_size**-0.5,
             SUM_MIN,
+            BY_CHANNEL=by_channel,
             num_warps=tiles.warps,
             num_stages=1,
             **common,
@@ -358,6 +358,7 @@ def advance_prompts(
             states.memory.shape[1] // states.tensor.stored.itemsize,
             states.pages.shape[1],
             COLUMNS=columns,
+            BY_CHANNEL=by_channel,
             ALIGNED=delta.value_size * states.tensor.stored.itemsize % ALIGNMENT == 0,
             num_warps=tiles.scan_warps,
             num_stages=tiles.scan_stages,
