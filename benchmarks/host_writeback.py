@@ -47,7 +47,7 @@ def measured(tokens: int) -> dict[str, Any]:
     pool = BlockPool(clock, blocks, tenants, waits, index, 1, 0, count)
     tier = HostTiers(1, count, tenants).attach("file", 2 * count, 1)
     copies = HostCopies(tier, index, blocks, 0, count)
-    pool.writeback = HostWriteback(copies, 1)
+    pool.host, pool.writeback = copies, HostWriteback(copies, 1)
     sequences = Sequences(clock, limits, waits, 0)
     for value in range(2 * count):  # entries of others, each of one block
         node = tier.add(root_key(7), (1 << 63) + value, value.to_bytes(4 * BLOCK_SIZE, "little"))
