@@ -13,6 +13,11 @@ import sys
 import pytest
 import torch
 
+from tests import blas_threads
+
+# The interpreter multiplies with numpy. Each further thread of OpenBLAS spins for a while behind every product.
+blas_threads.set_count(1)
+
 # filelock, which transformers imports, registers an audit hook that refuses a fork while a lock changes hands. It makes
 # each `id()` take 1.1 us in place of 0.1, and the interpreter calls that for every operation.
 with pytest.MonkeyPatch.context() as without_hook:
@@ -31,4 +36,4 @@ if not torch.cuda.is_available():
         interpreting.prepare()
 
 # Now, before another test imports transformers with all of torch's compiler, which takes seconds of each process.
-import kvforge.worker.loading.lazy_compiler  # noqa: F401
+import kvforge.worker.loading.lazy_compiler  # noqa: E402, F401
