@@ -149,13 +149,17 @@ def _share_shapes() -> None:
     described: dict[tuple[int, ...], tuple[Any, Any]] = {}
     other_attribute = core.tuple.__getattr__
 
-    def make_tensor(self: Any, handle: object, type: Any) -> None:  # noqa: A002 - Triton's name
+    def describe(type: Any) -> tuple[Any, Any, Any]:  # noqa: A002 - Triton's name
         sizes = (*type.shape.values,) if type.is_block() else ()
         if sizes not in described:
             numbers = [core.constexpr(size) for size in sizes]
             described[sizes] = core.constexpr(math.prod(sizes)), core.tuple(numbers)
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = described[sizes]
+        type.described_once = type.scalar, *described[sizes]
+        return type.described_once  # type: ignore[no-any-return]
+
+    def make_tensor(self: Any, handle: object, type: Any) -> None:  # noqa: A002
+        self.handle, self.type = handle, type
+        self.dtype, self.numel, self.shape = vars(type).get("described_once") or describe(type)
 
     def make_tuple(self: Any, args: Any, type: Any = None) -> None:  # noqa: A002
         self.values = [*args]
