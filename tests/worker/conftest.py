@@ -20,6 +20,8 @@ from kvforge.worker.attention.windows import WindowLimits
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from tests.worker.kept_memory import trim_rarely
+from tests.worker.quick_loads import load_quickly
 from tests.worker.undefined import fill_with_nan
 
 TRIAL_S_MAX = 120.0
@@ -58,9 +60,20 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)  # tests run in parallel
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _memory_is_kept() -> None:
+    trim_rarely()
+
+
 @pytest.fixture(autouse=True)
 def _undefined_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     fill_with_nan(monkeypatch)
+
+
+@pytest.fixture
+def quick_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plant no fault that a load would find."""
+    load_quickly(monkeypatch)
 
 
 @pytest.fixture

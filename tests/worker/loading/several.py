@@ -39,6 +39,7 @@ from kvforge.worker.loading import find_source, load, read_config
 from kvforge.worker.loading.composite import model_class
 from kvforge.worker.loading.lazy_compiler import less_of_torch
 from kvforge.worker.loading.model import LoadedModel
+from tests.worker.kept_memory import trim_rarely
 from tests.worker.step.company import Alone, Company, Request, compare, draw
 from tests.worker.step.test_states import play
 from tools.cluster.fork_server import Child, fork_server
@@ -210,6 +211,7 @@ def main() -> None:
     number, count, meeting, asked, how, *models = sys.argv[1:]
     kind, collectives, companies, experts = how.split("/")
     torch.set_num_threads(1)
+    trim_rarely()
     if number == "all":
         import_models([Path(model.split("/", 2)[2]) for model in models], open_device(kind))
         rank = fork_ranks(int(count))

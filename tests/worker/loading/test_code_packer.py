@@ -21,6 +21,8 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 DEVICE = open_device("auto")
 runs_kernels = pytest.mark.skipif(
     not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"

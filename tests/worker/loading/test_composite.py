@@ -22,6 +22,8 @@ from tests.worker.conftest import TINY
 
 from .random_models import FEW_EXPERTS, LINEAR_HEADS, NEEDS_CACHE
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 TEXT = {**TINY, "head_dim": 16}
 PIXTRAL = {
     "model_type": "pixtral",

@@ -19,6 +19,8 @@ from tests.worker.conftest import TINY
 from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.loading.several import say, several
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 COMPANY = 3 + examples(3)
 SIZES = {"vocab_size": 256, "max_position_embeddings": 2048}
 KINDS = (

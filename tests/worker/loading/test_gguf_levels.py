@@ -24,7 +24,7 @@ from kvforge.worker.loading.gguf_codes import READERS, codes_of_rows
 from kvforge.worker.loading.load import load_model
 from tests.worker.loading.gguf_files import random_octets, write_gguf
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_loads")]
 DEVICE = open_device("auto")
 runs_kernels = pytest.mark.skipif(
     not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"

@@ -21,6 +21,8 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.gguf_files import write_gguf
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 
 def load(source: Path, device: Device, **keywords: object) -> LoadedModel:
     settings: dict[str, object] = {"dtype": "float32", "device": device, "block_size": 4}

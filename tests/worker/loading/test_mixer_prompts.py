@@ -18,7 +18,11 @@ from kvforge.worker.loading.serving_kernels import serving_kernels
 from .random_models import HYBRIDS, NEEDS_CACHE
 from .test_hybrids import MAGNIFIED, MAGNIFIED_SHARE, ROUNDING, cached_logits
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"), NEEDS_CACHE]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
+    pytest.mark.usefixtures("quick_loads"),
+    NEEDS_CACHE,
+]
 LENGTHS = (127, 1, 66)
 FEW: dict[str, Any] = {"num_hidden_layers": 2}  # of which one has a state, for the interpreter
 LAYERS = {

@@ -23,6 +23,8 @@ from kvforge.worker.loading.split import build_split
 from tests.worker.loading.random_models import LATENT, YARN_BY_POSITION
 from tests.worker.loading.several import say, several
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
 BASE: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
