@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,7 @@ REPOSITORY = Path(__file__).parents[3]
 ELSEWHERE = ("tools", "tests", "benchmarks")
 OPERATIONS = (PlainOperations, WideOperations, PackedOperations, CpuOperations, FusedOperations)
 ATTENTION = (ReferenceAttention, TritonAttention, CpuAttention)
+QUOTED = re.compile(r"""["'](\w+)["']""")
 FEW = 3  # so many parameters may be passed on
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in KERNELS]
@@ -60,11 +62,23 @@ class Scan:
     literals: list[tuple[Path, int, frozenset[str]]] = field(default_factory=list)
 
 
+def concerns_kernels(text: str) -> bool:
+    """Return whether a source may hold a launch, or a literal with the name of a kernel's parameter."""
+    return "](" in text or not parameter_names().isdisjoint(QUOTED.findall(text))
+
+
+@cache
+def parameter_names() -> frozenset[str]:
+    return frozenset(each.name for kernel in KERNELS for each in parameters(kernel))
+
+
 @cache
 def scan() -> Scan:
     """Scan all sources. Literals of up to FEW strings and those in decorators are left out."""
     found = Scan()
     for path in sources():
+        if not concerns_kernels(path.read_text()):
+            continue
         nodes = nodes_of(path)
         decorators = {
             id(each)

@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -30,8 +31,9 @@ EITHER = (
 )
 
 
+@cache
 def names_used() -> dict[str, set[str]]:
-    """Return the full names imported or read from Triton -> the modules of ours that use them."""
+    """Return the full names imported or read from Triton -> the modules of ours that use them. Parses all modules."""
     used: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
