@@ -2,9 +2,11 @@
 
 Run as a program, because the environment variable ATEN_CPU_CAPABILITY chooses torch's loops when torch is imported:
 
-    python -m tests.worker.kernels.steady_functions THREADS...
+    python -m tests.worker.kernels.steady_functions SHARE THREADS...
 
-It prints one line for each function with bits that depend on a number's place, and exits 1 if there is one.
+One in SHARE of the pairs of a number of threads and a size is compared for each function and dtype. Other functions
+have other pairs, so that all of them together have every pair several times. It prints one line for each function with
+bits that depend on a number's place, and exits 1 if there is one.
 """
 
 from __future__ import annotations
@@ -60,24 +62,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (1, 5, 33, 63, 64, 100, 3000, 16383, 16384, 16385, 16640, 32769, 33001, 49153, 70001)
 
 
-def unsteady(functions: dict[str, Function], threads: Iterable[int]) -> Iterator[tuple[str, torch.dtype, int, int]]:
+def unsteady(
+    functions: dict[str, Function], threads: Iterable[int], share: int = 1
+) -> Iterator[tuple[str, torch.dtype, int, int]]:
     """Yield name, dtype, threads and count where a number's bits differ from those in a tensor on one thread.
 
     Args:
-        functions: compared at each of COUNTS, from the start and from within the numbers.
-        threads: numbers of intra-op threads to try; torch's own setting is changed and put back.
+        functions: Compared at each of COUNTS, from the start and from within the numbers.
+        threads: Numbers of intra-op threads to try; torch's own setting is changed and put back.
+        share: One in so many pairs of a number of threads and a size is compared, others for the next function.
     """
+    every = list(threads)
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(3)
     try:
-        for dtype in DTYPES:
+        for turn, dtype in enumerate(DTYPES):
             x = (torch.randn(70_001, generator=generator) * 3).to(dtype)
-            for name, function in functions.items():
+            for number, (name, function) in enumerate(functions.items(), turn):
                 torch.set_num_threads(1)
                 whole = function(x)
-                for each in threads:
+                for place, each in enumerate(every, number):
                     torch.set_num_threads(each)
-                    for count in COUNTS:
+                    for count in COUNTS[place % share :: share]:
                         first = min(17, len(x) - count)
                         if not same_bits(function(x[first : first + count]), whole[first : first + count]):
                             yield name, dtype, each, count
@@ -95,6 +101,6 @@ def aligned() -> dict[str, Function]:
 
 
 if __name__ == "__main__":
-    found = list(unsteady(aligned() | PLAIN, [int(each) for each in sys.argv[1:]]))
+    found = list(unsteady(aligned() | PLAIN, [int(each) for each in sys.argv[2:]], int(sys.argv[1])))
     print(torch.backends.cpu.get_cpu_capability(), *found, sep="\n")
     sys.exit(1 if found else 0)

@@ -29,13 +29,15 @@ def test_every_thread_gets_whole_vectors(threads: int) -> None:
         assert length < 1.25 * count + VECTOR_STEP * threads * threads
 
 
+@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("capability", ["avx2", "avx512"])
-def test_bits_do_not_depend_on_place_size_or_threads(capability: str) -> None:
+def test_bits_do_not_depend_on_place_size_or_threads(capability: str, share: int) -> None:
+    """With every number of threads and every size for each function, and in the soak test with every pair of both."""
     if not getattr(torch.cpu, f"_is_{capability}_supported")():
         pytest.skip(f"this CPU has no {capability}")
     # Waiting threads must not spin: 48 threads may share two cores.
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_WAIT_POLICY": "passive"}
-    command = [sys.executable, "-m", "tests.worker.kernels.steady_functions", *map(str, THREADS)]
+    command = [sys.executable, "-m", "tests.worker.kernels.steady_functions", str(share), *map(str, THREADS)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.stdout == f"{capability.upper()}\n" and run.returncode == 0, run.stdout + run.stderr
 

@@ -18,7 +18,7 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from kvforge.worker.attention.pool import LayerShape
 from kvforge.worker.device.device import Device
-from kvforge.worker.loading import probe
+from kvforge.worker.loading import determinism, probe
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import BINDING, LoadedModel
 from kvforge.worker.loading.verification import in_float32
@@ -91,6 +91,12 @@ SCHEDULES = {
     "chunks with decodes": [[5, 1, 2, 1], [30, 0, 7, 1], [1, 0, 1, 1], [1, 0, 1, 1], [4, 0, 12, 4]],
     "decodes": [[33, 1, 15, 1], *[[1, 0, 1, 1]] * 7, [1, 0, 1, 0]],
 }
+
+
+@pytest.fixture(autouse=True)
+def _rows_are_tried_elsewhere(quick_loads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In test_row_independence.py for layers that transformers runs, and in test_families.py for described ones."""
+    monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
 
 
 @pytest.mark.parametrize(("model_type", "fields"), ARCHITECTURES.values(), ids=ARCHITECTURES)

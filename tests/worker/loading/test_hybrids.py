@@ -41,11 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
     NEEDS_CACHE,
 ]
-LENGTHS = (127, 1, 66, 64)
-SCHEDULES = {
-    "at once": [[127, 1, 66, 64]],
-    "chunks with decodes": [[5, 1, 2, 1], [60, 0, 62, 1], [1, 0, 1, 60], [1, 0, 1, 1], [60, 0, 0, 1]],
-}
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba", "recurrent_gemma"), 1)
 CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
 DESCRIBED = (
@@ -62,6 +57,7 @@ DESCRIBED = (
     "qwen3_next",
     "recurrent_gemma",
 )
+LONGEST_CHUNK, SHORTEST_UNIT = 64, 16  # 16: two blocks, and longer than a window
 # With kernels for generated tokens.
 STEPPING = (
     "bamba",
@@ -88,7 +84,9 @@ ROUNDING, MAGNIFIED, MAGNIFIED_SHARE = 2e-5, 1e-3, 0.1
 
 
 @pytest.fixture(autouse=True)
-def _unsteady_rows_are_sought_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _unsteady_rows_are_sought_once(
+    request: pytest.FixtureRequest, quick_loads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Skip the trial of rows alone and in company, seconds of each load, but in `test_logits_and_bits`."""
     if request.function is not test_logits_and_bits:
         monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
@@ -116,9 +114,40 @@ def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPat
     assert decoder.endswith(mixers._classes_in(source)["JambaMambaDecoderLayer"])
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+def units() -> list[Any]:
+    """Return the families with the lengths of their sequences: what they are counted in, and what the first has more.
+
+    They are counted in chunks of the family, at least of a block. Kernels that go token by token have chunks of their
+    own, the longest ones, and so the first sequence goes on behind one of these. The soak tests have the longest
+    chunks and nothing more.
+    """
+    found = []
+    for name in HYBRIDS:
+        chunk = CHUNKS.get(name, LONGEST_CHUNK)
+        unit = max(chunk, SHORTEST_UNIT)
+        found.append(pytest.param(name, unit, LONGEST_CHUNK - unit if chunk == 1 else 0, id=name))
+    longer = [pytest.param(name, LONGEST_CHUNK, 0, id=f"{name}-long", marks=pytest.mark.soak) for name in CHUNKS]
+    return found + longer
+
+
+def schedules_of(unit: int, more: int) -> dict[str, list[list[int]]]:
+    """Return the tokens of each pass for sequences of 2 x unit - 1 + more, 1, unit + 2 and unit tokens."""
+    most = unit - 4
+    return {
+        "at once": [[2 * unit - 1 + more, 1, unit + 2, unit]],
+        "chunks with decodes": [
+            [5, 1, 2, 1],
+            [most + more, 0, most + 2, 1],
+            [1, 0, 1, most],
+            [1, 0, 1, 1],
+            [most, 0, 0, 1],
+        ],
+    }
+
+
+@pytest.mark.parametrize(("name", "unit", "more"), units())
 def test_logits_and_bits(
-    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+    name: str, unit: int, more: int, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
     """Logits are transformers' own in any schedule, and have the same bits if prompts are cut at borders of chunks."""
     model_type, fields = HYBRIDS[name]
@@ -128,8 +157,9 @@ def test_logits_and_bits(
     assert model.info.determinism == "batch-invariant"
     assert (model.fused is not None) == (name in DESCRIBED)
     rng = np.random.default_rng(3)
-    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    for schedule in SCHEDULES.values():
+    schedules = schedules_of(unit, more)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in schedules["at once"][0]]
+    for schedule in schedules.values():
         found = paged_logits(model, sequences, schedule)
         for row, (got, sequence) in enumerate(zip(found, sequences, strict=True)):
             want = cached_logits(model, sequence, [counts[row] for counts in schedule])
@@ -141,7 +171,7 @@ def test_logits_and_bits(
             else:
                 assert float(apart.max()) <= ROUNDING
     alone = [paged_logits(model, [sequence], [[len(sequence)]])[0] for sequence in sequences]
-    chunked = paged_logits(model, sequences, [[64, 0, 0, 64], [0, 1, 64, 0], [63, 0, 2, 0]])
+    chunked = paged_logits(model, sequences, [[unit + more, 0, 0, unit], [0, 1, unit, 0], [unit - 1, 0, 2, 0]])
     for got, want in zip(chunked, alone, strict=True):
         assert torch.equal(got, want)
 

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +36,9 @@ from kvforge.worker.loading.published import parse_format
 from kvforge.worker.loading.quantised_reader import Published
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.weight_bytes import weight_bytes
-from kvforge.worker.sampling import selftest as sampling_selftest
 from tests.worker.loading.published_models import CASES, Case, Weights, write_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_loads")]
 DEVICE = open_device("auto")
 CPU = open_device("cpu")
 runs_kernels = pytest.mark.skipif(
@@ -48,18 +46,13 @@ runs_kernels = pytest.mark.skipif(
 )
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BY_NAME = {case.name: case for case in CASES}
-
-
-# Checks that no format of weights changes: once for all loads, because the interpreter is slow.
-ONCE = {name: cache(getattr(sampling_selftest, name)) for name in ("sampling_test", "copies_test")}
+FIRST_OF_KIND = {case.kind: case for case in reversed(CASES)}
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels run, also where they are interpreted."""
     if not DEVICE.runs_kernels:
-        for name, check in ONCE.items():
-            monkeypatch.setattr(sampling_selftest, name, check)
         monkeypatch.setattr(Device, "runs_kernels", property(lambda device: device.kernels))
         for module in (selftest, experts_selftest, stored_selftest):
             monkeypatch.setattr(module, "TOKENS", (1, 9))
@@ -103,9 +96,10 @@ def test_a_format_stays_as_it_is_stored(case: Case, tmp_path: Path, kept: None) 
     assert apart(model.module, plain) < 2e-2
     files = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
     assert weight_bytes(model) < 1.2 * files
-    no_kernels = replace(DEVICE, kernels=False)
-    other = load_model(tmp_path / "plain", dtype="float16", device=no_kernels, block_size=4, attention="reference")
-    assert other.info.fingerprint != model.info.fingerprint
+    if case is FIRST_OF_KIND[case.kind]:
+        no_kernels = replace(DEVICE, kernels=False)
+        other = load_model(tmp_path / "plain", dtype="float16", device=no_kernels, block_size=4, attention="reference")
+        assert other.info.fingerprint != model.info.fingerprint
 
 
 PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(CPU, torch.float32, "int4")

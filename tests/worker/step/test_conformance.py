@@ -75,5 +75,6 @@ def test_all_prompts_batched(smollm2: LoadedModel) -> None:
 # Alone, the second of two prompts that share a prefix is another prompt of 34 blocks.
 @pytest.mark.parametrize("case", [case for case in CASES if case["id"] != "shared-1"], ids=lambda case: case["id"])
 def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel) -> None:
-    steps = 18  # the prompt of one token fills its first block, and goes on in another
+    # The prompt of one token fills its first block, and goes on in another. All tokens of all are compared above.
+    steps = 18 if len(case["prompt_tokens"]) == 1 else 5
     assert agree(case, generate(smollm2, [case], steps)[0]) == steps
