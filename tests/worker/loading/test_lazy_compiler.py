@@ -22,22 +22,34 @@ UNUSED += () if built_for_gpus() else ("triton",)
 leaves_out = pytest.mark.skipif(not LEAVES_OUT, reason="this transformers was not tried with a torch for GPUs")
 
 
+def runner(scripts: Scripts) -> Callable[[str], str]:
+    """Return a function of code that returns the last line that the code prints."""
+
+    def run(code: str) -> str:
+        done = scripts.run(code)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[str], str]]:
     """run(code) -> the last line that the code prints in a process that has imported torch alone."""
     with Scripts("torch") as scripts:
+        yield runner(scripts)
 
-        def run(code: str) -> str:
-            done = scripts.run(code)
-            assert done.returncode == 0, done.stderr
-            return done.stdout.splitlines()[-1]
 
-        yield run
+@pytest.fixture(scope="module")
+def run_behind() -> Iterator[Callable[[str], str]]:
+    """The same in a process that has imported torch and then the module, and with it transformers."""
+    with Scripts("torch", lazy_compiler.__name__) as scripts:
+        yield runner(scripts)
 
 
 @leaves_out
 def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(
-    tiny: Callable[..., LoadedModel], tmp_path: Path, run: Callable[[str], str]
+    tiny: Callable[..., LoadedModel], tmp_path: Path, run_behind: Callable[[str], str]
 ) -> None:
     folder = tmp_path / "saved"
     tiny("llama").module.save_pretrained(folder)
@@ -56,11 +68,11 @@ from scipy.optimize import linear_sum_assignment
 same = [function([[1, 0], [0, 1]])[1].tolist() for function in (losses.linear_sum_assignment, linear_sum_assignment)]
 print(found, *answers, same, losses.linear_sum_assignment is not linear_sum_assignment)
 """
-    assert run(code) == "[] [2.0, 2.0] True False [[1, 0], [1, 0]] True"
+    assert run_behind(code) == "[] [2.0, 2.0] True False [[1, 0], [1, 0]] True"
 
 
 @leaves_out
-def test_who_asks_for_more_of_the_compiler_gets_the_real_one(run: Callable[[str], str]) -> None:
+def test_who_asks_for_more_of_the_compiler_gets_the_real_one(run_behind: Callable[[str], str]) -> None:
     code = """
 import sys
 from kvforge.worker.loading.lazy_compiler import less_of_torch
@@ -74,11 +86,11 @@ with less_of_torch():
     compiling = compiler.is_compiling()
 print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not None)
 """
-    assert run(code) == "[True, True, True] True False True"
+    assert run_behind(code) == "[True, True, True] True False True"
 
 
 @leaves_out
-def test_a_part_of_the_compiler_comes_with_the_whole(run: Callable[[str], str]) -> None:
+def test_a_part_of_the_compiler_comes_with_the_whole(run_behind: Callable[[str], str]) -> None:
     """A part was imported into the stand-in and imported the whole itself, which found it half made."""
     code = """
 import sys
@@ -92,7 +104,7 @@ utils = compiler.utils
 found = utils is sys.modules["torch._dynamo.utils"], utils.is_compile_supported is is_compile_supported
 print(*found, utils.__spec__.loader.__class__.__name__, torch.compile(abs, backend="eager")(-1))
 """
-    assert run(code) == "True True SourceFileLoader 1"
+    assert run_behind(code) == "True True SourceFileLoader 1"
 
 
 @leaves_out
@@ -118,7 +130,7 @@ print(*before, torchvision.is_compile_supported.__name__, boto3.__file__ is not 
 
 
 @leaves_out
-def test_who_asks_about_symbols_gets_the_real_answers(run: Callable[[str], str]) -> None:
+def test_who_asks_about_symbols_gets_the_real_answers(run_behind: Callable[[str], str]) -> None:
     code = """
 import sys
 from kvforge.worker.loading.lazy_compiler import less_of_torch
@@ -136,7 +148,7 @@ size = ShapeEnv().create_unbacked_symint()
 answers = guard_or_false(size == 5), guard_or_false(size == size), type(sym_or(size == 5, size == 6)).__name__
 print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
 """
-    assert run(code) == "[True, False, False, True, True, False, False] False True False True SymBool"
+    assert run_behind(code) == "[True, False, False, True, True, False, False] False True False True SymBool"
 
 
 @leaves_out
@@ -205,7 +217,7 @@ print(lazy_compiler.LEAVES_OUT, getattr(sys.modules.get("torch._dynamo"), "__fil
 
 
 @leaves_out
-def test_a_metric_of_scikit_learn_is_imported_by_its_first_use(run: Callable[[str], str]) -> None:
+def test_a_metric_of_scikit_learn_is_imported_by_its_first_use(run_behind: Callable[[str], str]) -> None:
     pytest.importorskip("sklearn")
     code = """
 import sys
@@ -216,4 +228,4 @@ before = "sklearn" in sys.modules
 found = roc_curve([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8])
 print(before, len(found), "sklearn" in sys.modules)
 """
-    assert run(code) == "False 3 True"
+    assert run_behind(code) == "False 3 True"
