@@ -548,3 +548,14 @@ def test_a_proposal_runs_in_the_smallest_graph_that_holds_it(load: Load, monkeyp
     bench.advance(answers[:1], none)
     assert ran == [4, 4, 1, 1]
     bench.close()
+
+
+def test_layers_of_transformers_draft_too(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a description: the pass that writes K and V computes the logits of one token."""
+    model = load("same")
+    assert model.draft is not None
+    model = replace(model, draft=replace(model.draft, fused=None))
+    bench = without_lookup(nan_pool(Drafting(model)), monkeypatch)
+    for each in drafted_answers(bench, answers_of([GREEDY] * 3)):
+        assert each.accepted == each.drafted > 0
+    bench.close()
