@@ -349,3 +349,24 @@ def test_ids_become_those_of_the_workers_own_pool() -> None:
     step = pool_local(Step(0, host_writes=copies((12, 3, 1)), host_reads=copies((15, 4, 2))), 10)
     assert step.host_writes.tolist() == copies((2, 3, 1)).tolist()
     assert step.host_reads.tolist() == copies((5, 4, 2)).tolist()
+
+
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_blocks_come_back_with_those_of_a_draft_model(window: int, kv_dtype: str, cpu: Device, tmp_path: Path) -> None:
+    """In a pool of pages too, and without its scratch blocks."""
+    draft = KvGeometry((LayerShape(1, 8),), BLOCK_SIZE, kv_dtype)
+    layers = (LayerShape(2, 16), LayerShape(2, 16, window=window))
+    pool = KvPool(KvGeometry(layers, BLOCK_SIZE, kv_dtype, beside=draft), 6, cpu)
+    assert pool.beside is not None
+    for number, cache in enumerate(pool.tensors()):
+        cache.view(torch.uint8).random_(generator=torch.Generator().manual_seed(number))
+    before = [content(pool, block) for block in range(6)]
+    assert sum(map(len, before[0])) == pool.geometry.bytes_per_block
+    host = host_of(pool, tmp_path)
+    host.save(copies((1, 70, 5), (5, 3, 6))).settle()
+    assert not host.load(copies((2, 70, 5), (0, 3, 6))).settle().size
+    assert [content(pool, block) for block in (2, 0)] == [before[1], before[5]]
+    assert [content(pool, block) for block in (1, 3, 4, 5)] == [before[block] for block in (1, 3, 4, 5)]
+    host.close()
+    pool.close()
