@@ -8,7 +8,7 @@
   or 4 bits (stored.py) are multiplied by kernels (stored_linear.py, stored_project.py, stored_experts.py) that unpack
   them (stored_unpack.py). Steps of layers with a recurrent state (recurrent.py): recurrent_kernels.py, and
   state_space_kernels.py (state_space.py), and gated_norm.py. Their prompts, in chunks (prompt_rows.py,
-  prompt_reference.py): prompt_convolution.py, prompt_delta.py,
+  prompt_reference.py): prompt_convolution.py, prompt_delta.py (with prompt_channel_pairs.py for Kimi delta attention),
   prompt_state_space.py (prompt_operations.py).
 - `packed.py`: as plain.py, with oneDNN's packed products where a CPU gains by them (quantised.py: with fewer bits;
   row_counts.py: allowed row counts; packed_table.py: an embedding read from the packed head).
