@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -78,7 +79,8 @@ class DraftPasses:
             if not self._failed:
                 log.warning("drafts: the draft model failed: %s: %s", type(error).__name__, error)
             self._failed = True
-            self._draft.device.release_cached()
+            with suppress(RuntimeError):  # the device is lost
+                self._draft.device.release_cached()
             return []
         finally:
             self.took_ns = time.monotonic_ns() - started_ns

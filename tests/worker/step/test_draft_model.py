@@ -13,7 +13,7 @@ import pytest
 
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import SamplingParams, Step
-from kvforge.worker.device.device import open_device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.drafts.model import ModelDrafter
 from kvforge.worker.loading import draft_model
 from kvforge.worker.loading.draft_model import join_draft_model
@@ -294,6 +294,7 @@ def test_a_draft_model_that_fails_proposes_nothing_and_answers_go_on(
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(DraftPasses, "_continue", broken)
+    monkeypatch.setattr(Device, "release_cached", broken)
     outcome = bench.begin(answers)
     for _ in range(3):
         assert proposed(outcome) == {}
@@ -302,6 +303,7 @@ def test_a_draft_model_that_fails_proposes_nothing_and_answers_go_on(
     assert [record.message for record in caplog.records] == [
         "drafts: the draft model failed: RuntimeError: out of memory"
     ], "said once"
+    monkeypatch.undo()
     bench.close()
 
 
