@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket as sockets
 from typing import NamedTuple
 
 from kvforge.coordinator.transport.peer_credentials import credentials
+from kvforge.protocol.readiness import readable
 
 GRACE_S = 1.0
 log = logging.getLogger("coordinator")
@@ -64,7 +64,7 @@ class Replacer:
     def ended(self, worker: int) -> bool:
         """Return whether a worker's process is known to have ended."""
         pidfd = self._pidfds.get(worker)
-        return pidfd is not None and bool(select.select([pidfd], [], [], 0)[0])
+        return pidfd is not None and bool(readable([pidfd], 0))
 
     def silent(self, worker: int, reason: str, now_us: int) -> None:
         """Replace the process of a worker that is disconnected for silence.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import select
 import signal
 import socket
 import sys
@@ -27,6 +26,7 @@ from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError, Unavailable
 from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
 from kvforge.protocol.notify import Watchdog, notify
+from kvforge.protocol.readiness import readable
 from kvforge.protocol.steady_clock import monotonic
 
 from .check import check_settings, effective_settings
@@ -173,7 +173,7 @@ class _Children:
     def _wait(self, signals: Signals, wait_s: float) -> None:
         self._watchdog.feed(time.monotonic_ns() // 1000)  # CLOCK_MONOTONIC, as systemd expects
         outputs = {child.output: child for child in self._children if child.output >= 0}
-        for ready in select.select([signals.fileno(), *outputs], [], [], wait_s)[0]:
+        for ready in readable([signals.fileno(), *outputs], wait_s):
             if ready == signals.fileno():
                 signals.clear()
             else:

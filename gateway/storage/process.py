@@ -7,13 +7,13 @@ killed at any moment. It ends when its socket closes, after the calls that it ha
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
 
 from kvforge.protocol.errors import InternalError, KvforgeError
+from kvforge.protocol.readiness import readable
 from kvforge.protocol.steady_clock import monotonic
 
 from .database import Database
@@ -67,7 +67,7 @@ def _serve(peer: socket.socket) -> None:
             elif monotonic() - untidy_since > UNTIDY_MAX_S:
                 engine.tidy()
                 untidy_since = monotonic()
-            elif not frames.waiting and not select.select([peer], [], [], TIDY_S)[0]:
+            elif not frames.waiting and not readable([peer], TIDY_S):
                 engine.tidy()
                 continue
             group = frames.next_group(GROUP_MAX)

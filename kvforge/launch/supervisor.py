@@ -7,7 +7,6 @@ folder of the runtime folder that is locked while it runs and removed at the end
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 import urllib.request
@@ -24,6 +23,7 @@ from kvforge.protocol import transport
 from kvforge.protocol.errors import DeadlineExceeded, InvalidConfiguration, KvforgeError, Unavailable
 from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
 from kvforge.protocol.messages import Health
+from kvforge.protocol.readiness import readable
 from kvforge.protocol.steady_clock import monotonic
 
 from .child import Child
@@ -125,7 +125,7 @@ class Supervisor:
         due = [child.restart_at for child in self.children if child.restart_at is not None]
         wait_s = max(0.0, min([wait_s, *(at - monotonic() for at in due)]))
         outputs = {child.output: child for child in self.children if child.output >= 0}
-        for ready in select.select([self._signals.fileno(), *outputs, *also], [], [], wait_s)[0]:
+        for ready in readable([self._signals.fileno(), *outputs, *also], wait_s):
             if ready == self._signals.fileno():
                 self._signals.clear()
             elif ready in outputs:

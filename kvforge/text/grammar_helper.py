@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -168,10 +168,14 @@ class GrammarHelper:
         """
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         target, source = self._process.stdin.fileno(), self._process.stdout.fileno()
-        readable, writable, _ = select.select([source], [target] if self._unsent else [], [], seconds)
-        if writable:
+        with selectors.DefaultSelector() as selector:  # select() takes no descriptor above 1,023
+            selector.register(source, selectors.EVENT_READ)
+            if self._unsent:
+                selector.register(target, selectors.EVENT_WRITE)
+            ready = {key.fd for key, _ in selector.select(seconds)}
+        if target in ready:
             self._unsent = self._unsent[os.write(target, self._unsent) :]
-        if readable:
+        if source in ready:
             if not (found := os.read(source, grammar_trial.ANSWER_BYTES_MAX)):
                 raise BrokenPipeError
             self._received += found

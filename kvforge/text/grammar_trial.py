@@ -136,12 +136,19 @@ def _walk(grammar: str, tokens: Any, limits: Any) -> str:
 def _read(reader: int, deadline: float) -> str | None:
     """Return the output without its first byte; None if there is none before the deadline or the end."""
     parts = b""
-    while (left := deadline - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
+    while (left := deadline - time.monotonic()) > 0 and _is_readable(reader, left):
         part = os.read(reader, 1 << 16)
         if not part:
             return parts[1:].decode(errors="replace") if parts else None
         parts += part
     return None
+
+
+def _is_readable(reader: int, seconds: float) -> bool:
+    """Wait for output. `select.select` takes no descriptor above 1,023."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 if __name__ == "__main__":

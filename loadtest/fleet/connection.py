@@ -6,7 +6,6 @@ therefore be answered exactly when it ends, without busy waiting.
 
 from __future__ import annotations
 
-import select
 import time
 
 import zmq
@@ -15,6 +14,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvforge.protocol import codec, trust
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
+from kvforge.protocol.readiness import readable
 from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
@@ -115,7 +115,7 @@ class WorkerConnection:
         """
         if self._socket.poll(0) or self._monitor.poll(0):
             return False
-        return self._wakeup_fd in select.select(self._descriptors, [], [], timeout_s)[0]
+        return self._wakeup_fd in readable(self._descriptors, timeout_s)
 
     def _frames(self) -> list[bytes] | None:
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import resource
 import select
 import signal
 import socket as sockets
@@ -225,3 +227,30 @@ def test_a_connection_that_is_none_is_no_noise(
         replacer.watch(WORKER, hung.pid, 1 << 20)
     assert descriptors() == set()
     assert caplog.records == []
+
+
+def test_a_process_is_watched_beside_a_thousand_connections(
+    replacer: Replacer, hung: Hung, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor is above 1,023 then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_pidfd = os.pidfd_open
+
+    def high(pid: int) -> int:
+        low = open_pidfd(pid)
+        try:
+            return fcntl.fcntl(low, fcntl.F_DUPFD, 1500)
+        finally:
+            os.close(low)
+
+    monkeypatch.setattr(os, "pidfd_open", high)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1600), hard))
+    try:
+        watched(replacer, hung)
+        assert not replacer.ended(WORKER)
+        hung.process.kill()
+        hung.process.wait(WAIT_S)
+        assert replacer.ended(WORKER)
+    finally:
+        replacer.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

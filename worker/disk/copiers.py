@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-import select
+import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -74,19 +74,24 @@ class Copiers:
         for number in range(readers + 1):
             self._fork(writes=number == readers)
         *reading, writing = self._children
-        sockets = {child.socket: child for child in self._children}
+        watched = (
+            selectors.DefaultSelector()
+        )  # select() takes no descriptor above 1,023, which a GPU's driver may leave
+        watched.register(self._worker, selectors.EVENT_READ)
+        for child in self._children:
+            watched.register(child.socket, selectors.EVENT_READ, child)
         while True:
-            ready, _, _ = select.select([self._worker, *sockets], [], [])
-            for each in ready:
-                if each is self._worker:
+            ready = [key.data for key, _ in watched.select()]  # None: the worker
+            for child in ready:
+                if child is None:
                     continue
-                result = _whole(each, RESULT_BYTES)
+                result = _whole(child.socket, RESULT_BYTES)
                 if result is None:
-                    return _lost(sockets[each])
-                sockets[each].given -= 1
+                    return _lost(child)
+                child.given -= 1
                 with suppress(ConnectionError):
                     self._worker.sendall(result)
-            if self._worker in ready:
+            if None in ready:
                 order = _whole(self._worker, self._order_bytes)
                 if order is None:
                     return self._end()

@@ -8,7 +8,6 @@ finishes its streams.
 from __future__ import annotations
 
 import json
-import select
 import signal
 import socket
 import sys
@@ -38,6 +37,7 @@ from kvforge.process.ending import Stopped
 from kvforge.process.signals import Signals
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, UNAVAILABLE, USAGE
+from kvforge.protocol.readiness import readable
 
 from ..settings import parse
 from .folder import Folder
@@ -123,7 +123,7 @@ class Gateway:
         """Wait for an event, and perform what is due. Raises Stopped if no process can serve."""
         outputs = {child.output: child for child in self._children if child.output >= 0}
         waiting = [self._signals.fileno(), self._link.fileno(), *outputs]
-        for ready in select.select(waiting, [], [], max(0.0, self._look_at - monotonic()))[0]:
+        for ready in readable(waiting, max(0.0, self._look_at - monotonic())):
             if ready == self._signals.fileno():
                 self._signals.clear()
             elif ready in outputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 from contextlib import suppress
 
@@ -10,6 +9,7 @@ import msgspec
 
 from kvforge.fleet.messages import DOCUMENT_BYTES_MAX, BeginOrder, NodeStatus, Order, encode, order_of
 from kvforge.protocol.errors import DeadlineExceeded
+from kvforge.protocol.readiness import readable
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -43,7 +43,7 @@ class KeeperLink:
         Raises:
             DeadlineExceeded: The keeper sent nothing in time.
         """
-        if select.select([self._socket], [], [], wait_s)[0]:
+        if readable([self._socket], wait_s):
             came = self.orders()
             if came and isinstance(came[0], BeginOrder):
                 self._came = came[1:]
