@@ -28,6 +28,7 @@ PLAIN = {
     "protocol/service_metrics.py": "stamps written data for readers in other processes",
     "protocol/steady_clock.py": "is the steady clock",
     "protocol/steady_timeout.py": "is the timeout on the steady clock",
+    "worker/step/draft_passes.py": "measures passes of a draft model",
     "worker/step/graphs.py": "bounds work of its own",
     "worker/step/prompt_graphs.py": "bounds work of its own",
     "worker/step/engine.py": "measures loading",
