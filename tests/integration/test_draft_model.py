@@ -7,7 +7,6 @@ greedy draft must be accepted, wherever its K and V come from.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +21,9 @@ from safetensors.torch import save_file
 from kvforge import Client, Request, SamplingParams
 from kvforge.client.results import Finished
 from tools.cluster.cluster import Cluster
-from tools.cluster.fork_server import WORKER, fork_server
 from tools.cluster.running import CONFIG
 
+from .drafting_cluster import DraftingCluster
 from .midway import stopped_midway
 from .shared import wait_empty
 
@@ -138,19 +137,6 @@ def kv(cluster: Cluster) -> Iterator[Client]:
     kv = cluster.client()
     yield kv
     wait_empty(kv)
-
-
-class DraftingCluster(Cluster):
-    """A cluster with workers that draft with each result; see `drafting_worker`."""
-
-    def _start(self, name: str, module: str, config: Path) -> None:
-        if module != "worker":
-            super()._start(name, module, config)
-            return
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        arguments, log = ["--config", str(config)], self.folder / f"{name}.log"
-        whole = "tests.integration.drafting_worker"
-        self._processes[name] = fork_server(WORKER).start(arguments, log, environment, whole)
 
 
 @contextmanager

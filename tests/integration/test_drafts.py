@@ -11,6 +11,7 @@ from kvforge import Client, Request, SamplingParams
 from kvforge.client.results import Finished
 from tools.cluster.cluster import Cluster
 
+from .drafting_cluster import DraftingCluster
 from .midway import stopped_midway
 from .shared import wait_empty
 
@@ -62,7 +63,7 @@ def want() -> list[Finished]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(coordinator=DRAFTS) as cluster:
+    with DraftingCluster(coordinator=DRAFTS) as cluster:
         cluster.start("w0")
         yield cluster
 
