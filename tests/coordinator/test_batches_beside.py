@@ -117,6 +117,26 @@ def test_after_a_thousand_such_steps_decodes_of_batches_make_them_15_percent_lon
         assert driver.answer_of(line) == continuation([at, 2, 3], 60)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_steps_of_decodes_alone_are_steps_without_others(steps_in_flight: int) -> None:
+    """Whether planned or repeated: a batch with long answers waits too, once a request comes."""
+    driver, worker = service(steps_in_flight_max=steps_in_flight)
+    line = driver.submit([5, 6, 7], 200, priority=BATCH)
+    (group,) = driver.machine.cache.groups.values()
+    for _ in range(3):
+        driver.step()
+    group.batch_step = group.next_step - 1024
+    driver.step()
+    assert group.steady is not None
+    chat = driver.submit([20, 21], 30)
+    while not driver.answer_of(chat):
+        driver.step()
+    for _ in range(20):
+        assert tokens_by_request(driver, worker) == {chat: 1}
+    driver.run_until_idle()
+    assert driver.answer_of(line) == continuation([5, 6, 7], 200)
+
+
 @pytest.mark.parametrize("state_blocks", [0, 2])
 def test_after_a_thousand_such_steps_every_third_takes_a_third_longer(state_blocks: int) -> None:
     driver, worker = service(steps_in_flight_max=1, state_blocks=state_blocks)

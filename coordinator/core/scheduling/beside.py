@@ -52,6 +52,8 @@ class BatchRoom:
     def decodes(self, group: Group, decodes: Slots, prompts: Slots, tokens: int) -> Slots:
         """Return the rows that decode in the next step: the oldest ones of batches, as far as they have room.
 
+        A step without others is recorded.
+
         Args:
             group: The group.
             decodes: Rows that could decode, [n].
@@ -67,6 +69,7 @@ class BatchRoom:
             left = s.length[waiting] + s.pending[waiting] - s.scheduled[waiting]
             most = max(1, min(int(left.sum()), tokens) // DECODES_SHARE - int(np.count_nonzero(~mine)))
         elif mine.all():
+            group.batch_step = group.next_step
             if not prompts.size or not self._was_interactive(group) or self._is_for_decodes(group):
                 return decodes
             most = 0
@@ -78,6 +81,11 @@ class BatchRoom:
         batches = decodes[mine]
         oldest = batches[np.argsort(self._rows.order[batches], kind="stable")][:most]
         return np.sort(np.concatenate((decodes[~mine], oldest)))
+
+    def repeats(self, group: Group, slots: Slots) -> None:
+        """Record a step of decodes, [n], that repeats the one before it, if it has none of others."""
+        if self._rows.batch[slots].all():
+            group.batch_step = group.next_step
 
     def prompt_tokens(self, group: Group, decodes: Slots, others: int, budget: int) -> int:
         """Return how many of a step's prompt tokens batches may have. A step without others is recorded.

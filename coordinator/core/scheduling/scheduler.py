@@ -185,6 +185,8 @@ class Scheduler:
             if group.pool.zeroing is not None:
                 zeros = group.flush_zeros()
         slots = steady.slots
+        if self._rows.batch_count:
+            self._batches.repeats(group, slots)
         # All rows' input tokens are known if no step is in flight, and unknown otherwise.
         tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
         starts = steady.starts.astype(np.int32)
