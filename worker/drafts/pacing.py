@@ -3,8 +3,8 @@
 The coordinator decides what is verified, and shows it by the drafts of later steps. After a few proposals that no step
 takes there are none for 64 times as long as their passes took; the next time 128 times, up to 1,024. A worker that
 gains nothing by drafts so loses less than 2 % of its time, and soon less than 0.1 %. A request gets about as many
-tokens as were accepted of late, and a few more. The first passes of a size are compiled and captured as graphs, which
-takes a hundred times as long: unused proposals count as many times as the fastest of them took.
+tokens as were accepted of late, and a few more. Unused proposals count as many times as the fastest of them took, so
+that one slow pass, as the first is where kernels are compiled, causes no long wait.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ MS = 1_000_000
 
 
 @pytest.mark.parametrize("slow", range(TRIAL))
-def test_a_proposal_that_captured_a_graph_counts_as_any_other(slow: int) -> None:
+def test_one_slow_proposal_counts_as_any_other(slow: int) -> None:
     pacing = DraftPacing()
     for number in range(TRIAL):
         assert pacing.is_due(0, 1)
