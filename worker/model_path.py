@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvforge.models.files import check_files, find_files
 from kvforge.models.store import find
-from kvforge.protocol.errors import ModelNotFound
+from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 from .config import WorkerConfig
 
@@ -28,8 +28,18 @@ def find_model(config: WorkerConfig) -> str:
 
 
 def find_draft_model(config: WorkerConfig) -> str:
-    """Locate the configured draft model, as `find_model` does; "" if none is configured."""
-    return _find(config.draft_model, config.load_format) if config.draft_model else ""
+    """Locate the configured draft model, as `find_model` does; "" if none is configured.
+
+    Raises:
+        InvalidConfiguration: Names `draft_model`: there is no such model, or its files cannot be read.
+        UnsupportedModel: A file is damaged or missing.
+    """
+    if not config.draft_model:
+        return ""
+    try:
+        return _find(config.draft_model, config.load_format)
+    except ModelNotFound as error:
+        raise InvalidConfiguration("draft_model", str(error)) from error
 
 
 def _find(model: str, load_format: str) -> str:

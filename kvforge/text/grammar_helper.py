@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.process.leash import leashed
+from kvforge.protocol.readiness import Selector
 
 from . import grammar_trial
 from .grammar import ITEMS_LIMITS
@@ -168,7 +169,7 @@ class GrammarHelper:
         """
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         target, source = self._process.stdin.fileno(), self._process.stdout.fileno()
-        with selectors.DefaultSelector() as selector:  # select() takes no descriptor above 1,023
+        with Selector() as selector:
             selector.register(source, selectors.EVENT_READ)
             if self._unsent:
                 selector.register(target, selectors.EVENT_WRITE)

@@ -48,6 +48,23 @@ def test_the_end_of_the_other_side_is_noticed(high: tuple[int, socket.socket]) -
     assert readable([descriptor], 10) == [descriptor]
 
 
+def test_it_needs_no_descriptor_of_its_own() -> None:
+    """A server that has used up its descriptors goes on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"x")
+        spare = os.dup(ours.fileno())  # all below it are taken
+        os.close(spare)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(ours.fileno())
+            assert readable([ours], 10) == [ours]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_objects_are_returned_as_they_were_given() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
