@@ -58,7 +58,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             beyond the end of this process (see docs/host-tier.md). 0: none.
         host_dir: Folder of the host file, in memory; "": /dev/shm.
         disk_bytes: Most bytes of the disk tier, which keeps blocks of the host file beyond the end of the host (see
-            docs/host-tier.md). It needs `host_bytes` and `disk_dir`. 0: none.
+            docs/disk-tier.md), of each rank. It needs `host_bytes` and `disk_dir`. 0: none.
         disk_dir: Folder of the disk tier.
         disk_key_file: File with the key that encrypts the disk tier: 64 hex digits, readable by its owner alone. "": it
             is not encrypted.
@@ -169,8 +169,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.draft_model and self.ranks > 1:
             problem = f"{self.draft_model!r}, but ranks is {self.ranks}: leave it out, or set ranks to 1"
             raise InvalidConfiguration("draft_model", problem)
-        if self.disk_bytes and self.ranks > 1:
-            raise InvalidConfiguration("disk_bytes", f"{self.disk_bytes}, but ranks is {self.ranks}: set it to 0")
         if self.disk_bytes and not self.host_bytes:
             problem = f"{self.disk_bytes}, but host_bytes is 0: blocks go to the disk through the host file"
             raise InvalidConfiguration("disk_bytes", problem)

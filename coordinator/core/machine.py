@@ -231,9 +231,9 @@ class Machine:
                 group = self.cache.groups[number]
                 self.scheduler.fill(group)
                 if group.host is not None and group.host.disk is not None and not group.away:
-                    order = group.host.disk.flush(group.epoch)
-                    if order is not None:
-                        self._effects.append(ToWorker(group.worker, order))
+                    places = (group.worker, *group.others)
+                    for rank, message in group.host.disk.flush(group.epoch):
+                        self._effects.append(ToWorker(places[rank], message))
             if deadlines.heap and deadlines.heap[0][1] not in live:  # planning ends rows that can never continue
                 deadlines.drop_ended(live)
             due_us = deadlines.next_us(now_us, live, self._timed)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvforge.protocol.messages import ModelInfo
 
-from ..core.cache.disk_copies import DiskOrder
+from ..core.cache.disk_orders import DiskOrder
 from ..core.cache.groups import FormingCheckpoint
 from ..core.cache.host_copies import HostLoad, SentCopies
 from ..core.cache.host_tier import HostNode
@@ -305,6 +305,7 @@ class SavedDiskTier(Saved):
     wiping: set[int] = msgspec.field(default_factory=set)
     stale: set[int] = msgspec.field(default_factory=set)
     breaks: int = 0
+    halves: set[int] = msgspec.field(default_factory=set)
 
 
 class SavedWipes(Saved):
@@ -313,6 +314,17 @@ class SavedWipes(Saved):
     count: int = 0
     latest: dict[str, WipedTenant] = msgspec.field(default_factory=dict)
     dead: dict[int, None] = msgspec.field(default_factory=dict)
+
+
+class SavedRankDisks(Saved):
+    """A `RankDisks`."""
+
+    count: int
+    found: list[dict[int, bytes]]
+    cursors: list[int]
+    asked: list[int]
+    usable: int
+    answers: dict[int, dict[int, tuple[int, int]]]
 
 
 class SavedDiskCopies(Saved):
@@ -330,6 +342,7 @@ class SavedDiskCopies(Saved):
     failures: int
     stalled: bool
     off: bool
+    ranks: SavedRankDisks | None = None
 
 
 class SavedHostCopies(Saved):

@@ -293,8 +293,11 @@ class _Restoring:
         return group
 
     def _disk(self, saved: c.SavedDiskCopies, host: HostTier) -> DiskCopies:
-        disk = self._machine.cache.disk_copies(saved.tier.total, host)
-        self._fields.restore(disk, saved, "tier", "wanted")
+        ranks = saved.ranks.count if saved.ranks is not None else 1
+        disk = self._machine.cache.disk_copies(saved.tier.total, host, ranks)
+        self._fields.restore(disk, saved, "tier", "wanted", "ranks")
+        if saved.ranks is not None and disk.ranks is not None:
+            self._fields.restore(disk.ranks, saved.ranks)
         disk.wanted.update(dict.fromkeys(saved.wanted))
         self._fields.restore(disk.tier, saved.tier, "lru", "own", "stamp")
         _restore_last_uses(disk.tier, saved.tier)

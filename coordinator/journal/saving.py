@@ -148,7 +148,8 @@ class _Saving:
 
     def _disk(self, disk: DiskCopies) -> c.SavedDiskCopies:
         tier = self._of(c.SavedDiskTier, disk.tier, lru=[], **_last_uses(disk.tier))
-        return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted))
+        ranks = self._of(c.SavedRankDisks, disk.ranks) if disk.ranks is not None else None
+        return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted), ranks=ranks)
 
     def _sent(self, sent: SentStep) -> c.SavedStep:
         return self._of(c.SavedStep, sent, message=_frames(sent.message))

@@ -148,10 +148,3 @@ def test_ranks_with_files_of_several_sizes_are_refused() -> None:
     d.apply(FromWorker(first.number, d.announced(0, first)))
     d.apply(FromWorker(second.number, d.announced(1, second, host_blocks=8)))
     assert "disagree: host_blocks is 16 on rank 0 and 8 on rank 1" in d.heard(second, Refused)[0].error.message
-
-
-def test_a_disk_below_files_of_ranks_is_refused() -> None:
-    d = HostRanks()
-    first, _ = d.hello(0), d.hello(1)
-    d.apply(FromWorker(first.number, d.announced(0, first, disk_blocks=4)))
-    assert "disk_blocks of a worker with ranks" in d.heard(first, Refused)[0].error.message

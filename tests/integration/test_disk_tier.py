@@ -46,17 +46,23 @@ def disk_of(kv: Client) -> DiskStats:
         select.select([], [], [], 0.05)
 
 
-def all_again(cluster: Cluster) -> Client:
-    """Kill everything, remove the host file as a restart of the host does, and start everything."""
-    for name in ("w0", "coordinator"):
+def all_again(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
+    """Kill everything, remove the host files as a restart of the host does, and start everything."""
+    for name in (*ranks, "coordinator"):
         cluster.kill(name)
     for path in cluster.folder.glob("kvforge-host-*"):
         path.unlink()
+    return started(cluster, ranks)
+
+
+def started(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
+    """Start a coordinator, and a worker with a disk tier; `ranks` names its processes."""
     cluster.start_coordinator()
-    cluster.start_worker("w0", settings(cluster))
+    for name in ranks:
+        cluster.start_worker(name, settings(cluster))
     kv = cluster.client()
     kv.wait_ready(300)
-    cluster.wait_workers(kv, 1)
+    cluster.wait_workers(kv, len(ranks))
     return kv
 
 
@@ -71,10 +77,7 @@ def segment(cluster: Cluster) -> Path:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the copying process in /proc")
 def test_prefixes_come_back_after_a_restart_of_everything() -> None:
     with Cluster(blocks=BLOCKS) as cluster:
-        cluster.start_coordinator()
-        cluster.start_worker("w0", settings(cluster))
-        kv = cluster.client()
-        kv.wait_ready(300)
+        kv = started(cluster)
         whole = [serve(kv, prompt) for prompt in PROMPTS]
         saved = disk_of(kv)
         assert saved.saved_total == saved.cached >= 3 * 9
@@ -85,12 +88,7 @@ def test_prefixes_come_back_after_a_restart_of_everything() -> None:
         disk = disk_of(kv)
         assert disk.recovered_total >= 3 * 9 and disk.loaded_total >= 3 * 9 and not disk.late_total
 
-        with segment(cluster).open("r+b") as file:  # a bit of each block, and of no record in use
-            file.seek(1 << 20)
-            area = bytearray(file.read(8 << 20))
-            area[:: segments.PAGE] = bytes(byte ^ 4 for byte in area[:: segments.PAGE])
-            file.seek(1 << 20)
-            file.write(area)
+        flip(segment(cluster))
         kv = all_again(cluster)
         again = [serve(kv, prompt) for prompt in PROMPTS[:3]]
         assert found(again) == [0] * 3 and list(map(bits, again)) == list(map(bits, whole[:3]))
@@ -101,6 +99,16 @@ def test_prefixes_come_back_after_a_restart_of_everything() -> None:
         again = [serve(kv, prompt) for prompt in [*PROMPTS, *PROMPTS]]
         assert list(map(bits, again)) == list(map(bits, [*whole, *whole]))
         assert "disk tier: its process has ended" in cluster.log("w0")
+
+
+def flip(path: Path) -> None:
+    """Flip a bit of each block of a segment, and of no record in use."""
+    with path.open("r+b") as file:
+        file.seek(1 << 20)
+        area = bytearray(file.read(8 << 20))
+        area[:: segments.PAGE] = bytes(byte ^ 4 for byte in area[:: segments.PAGE])
+        file.seek(1 << 20)
+        file.write(area)
 
 
 def copying_process(worker: int) -> int:
@@ -130,10 +138,7 @@ def wiped(kv: Client, tenant: str) -> tuple[int, int, int]:
 # behaviour: a wiped tenant has no bytes in the host file and in the segments, and nothing comes back
 def test_a_wiped_tenant_leaves_no_bytes() -> None:
     with Cluster(blocks=BLOCKS) as cluster:
-        cluster.start_coordinator()
-        cluster.start_worker("w0", settings(cluster))
-        kv = cluster.client()
-        kv.wait_ready(300)
+        kv = started(cluster)
         whole = [serve(kv, prompt) for prompt in PROMPTS]
         saved = disk_of(kv)
         (host,) = cluster.folder.glob("kvforge-host-*")

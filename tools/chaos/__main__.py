@@ -78,8 +78,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.pause <= PAUSE_S_MIN:
         parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
-    if options.disk and options.ranks > 1:
-        parser.error(f"--disk: a worker of {options.ranks} ranks has no disk tier, leave out --ranks")
     if options.disk and not options.host:
         parser.error("--disk: blocks go to the disk through the host tier, add --host")
     log = _silent if options.quiet else _print

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator.core.cache.disk_copies import DiskCopies, DiskOrder
+from kvforge.coordinator.core.cache import rank_disks
+from kvforge.coordinator.core.cache.disk_copies import DiskCopies
+from kvforge.coordinator.core.cache.disk_entries import DiskEntry
+from kvforge.coordinator.core.cache.disk_orders import DiskOrder
 from kvforge.coordinator.core.cache.disk_tier import DiskTier
 from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.coordinator.core.cache.rank_disks import DiskOutcome, RankDisks
 from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.scheduling.disk_waits import DiskWaits
 from kvforge.protocol.messages import DISK_DONE, DISK_READ, DISK_WRITE, DiskResults
@@ -29,10 +33,10 @@ def orders_that_failed_count() -> list[Patch]:
     """Whatever the outcome of an order, its block counts as copied."""
     ended = DiskCopies.ended
 
-    def believed(self: DiskCopies, message: DiskResults) -> list[int]:
+    def believed(self: DiskCopies, message: DiskResults, rank: int = 0) -> list[int]:
         results = message.results.reshape(-1, 3).copy()
         results[:, 1:] = DISK_DONE, 0
-        return ended(self, DiskResults(message.epoch, results.reshape(-1)))
+        return ended(self, DiskResults(message.epoch, results.reshape(-1)), rank)
 
     return [(DiskCopies, "ended", believed)]
 
@@ -106,3 +110,48 @@ def announced_entries_of_any_prefix() -> list[Patch]:
         return adopt(self, block, value, parent, first, np.roll(tokens, 1), hasher, *owner)
 
     return [(DiskTier, "adopt", any_prefix)]
+
+
+@fault
+def orders_that_one_rank_has_answered_count() -> list[Patch]:
+    """An order of several ranks ends with the first answer."""
+
+    def first(self: RankDisks, rank: int, outcome: DiskOutcome) -> DiskOutcome | None:
+        return outcome
+
+    return [(RankDisks, "answer", first)]
+
+
+@fault
+def entries_of_rank_0_alone() -> list[Patch]:
+    """An entry that rank 0 announces is taken, whatever the other ranks have."""
+
+    def any_entry(self: RankDisks, entry: DiskEntry) -> bool:
+        return True
+
+    return [(RankDisks, "has", any_entry)]
+
+
+@fault
+def the_best_outcome_of_all_ranks() -> list[Patch]:
+    """Of the outcomes of an order, the best counts."""
+    return [(rank_disks, "WORST_FIRST", rank_disks.WORST_FIRST[::-1])]
+
+
+@fault
+def answers_sent_twice_count_for_two_ranks() -> list[Patch]:
+    """An answer that a rank sends again, around a restart of the coordinator, counts as that of another rank."""
+    answer = RankDisks.answer
+
+    def any_rank(self: RankDisks, rank: int, outcome: DiskOutcome) -> DiskOutcome | None:
+        return answer(self, len(self.answers.get(outcome.order, ())), outcome)
+
+    return [(RankDisks, "answer", any_rank)]
+
+
+OF_RANKS = {
+    "orders_that_one_rank_has_answered_count",
+    "entries_of_rank_0_alone",
+    "the_best_outcome_of_all_ranks",
+    "answers_sent_twice_count_for_two_ranks",
+}

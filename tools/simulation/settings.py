@@ -356,7 +356,7 @@ def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -
 
 def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -> Settings:
     """Return the settings; in a share of the worlds with host files, workers have disk tiers too."""
-    if random.random() >= share or not settings.host_blocks or max(settings.ranks, default=1) > 1:
+    if random.random() >= share or not settings.host_blocks:
         return settings
     blocks = random.choice((1, 4, 16, 60))
     quotas = {

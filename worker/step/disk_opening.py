@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from kvforge.protocol.configuration import expand
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import WorkerConfig
@@ -12,16 +14,33 @@ from kvforge.worker.disk.sealing import Sealer, read_key
 from kvforge.worker.disk.segments import Geometry
 from kvforge.worker.loading.model import LoadedModel
 
-from .host_opening import layout_of
+from .host_opening import layout_of, name_of
 from .host_transfers import HostTransfers
 
+DIGEST_BYTES = 16
 
-def open_disk_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool, host: HostTransfers) -> DiskCopier | None:
-    """Open the disk tier of a worker, and start its process.
+
+def disk_layout(config: WorkerConfig, model: LoadedModel) -> str:
+    """Describe all that determines the bytes of a block on the disk, apart from its tokens and their salt.
+
+    The bytes of a rank's share also depend on the other ranks, which add to each layer: all ranks call this together.
+
+    Raises:
+        WorkerError: A rank is gone.
+    """
+    own = layout_of(config, model)
+    if model.ranks is None:
+        return own
+    others = model.ranks.texts(hashlib.blake2b(own.encode(), digest_size=DIGEST_BYTES).hexdigest())
+    return "\n".join((own, *others))
+
+
+def open_disk_tier(config: WorkerConfig, layout: str, pool: KvPool, host: HostTransfers) -> DiskCopier | None:
+    """Open the disk tier of a worker, or of one of its ranks, and start its process.
 
     Args:
         config: The worker's configuration.
-        model: Its model.
+        layout: As `disk_layout` returns it.
         pool: Its pool.
         host: Its host tier.
 
@@ -36,9 +55,9 @@ def open_disk_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool, host:
         return None
     key_file = str(expand(config.disk_key_file)) if config.disk_key_file else ""
     sealer = Sealer(read_key(key_file))
-    folder = DiskFolder(expand(config.disk_dir), config.name)
+    folder = DiskFolder(expand(config.disk_dir), name_of(config))
     geometry = Geometry(pool.geometry.bytes_per_block, pool.geometry.block_size)
-    segments = folder.open(layout_of(config, model), geometry, config.disk_bytes, sealer)
+    segments = folder.open(layout, geometry, config.disk_bytes, sealer)
     settings = CopyingSettings(
         socket=-1,
         host=-1,

@@ -31,7 +31,7 @@ from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.weight_bytes import weight_bytes
 from kvforge.worker.model_path import find_draft_model, find_model
 
-from .disk_opening import open_disk_tier
+from .disk_opening import disk_layout, open_disk_tier
 from .graphs import CAPTURE_S
 from .host_opening import open_host_tier
 from .memory import (
@@ -119,7 +119,8 @@ class Engine:
         log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
         log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         self.host = open_host_tier(config, self.model, self.pool)
-        self.disk = open_disk_tier(config, self.model, self.pool, self.host) if self.host is not None else None
+        layout = disk_layout(config, self.model)  # of all ranks, with a disk tier or not: each waits for the others
+        self.disk = open_disk_tier(config, layout, self.pool, self.host) if self.host is not None else None
         for what, kernel in self.kernels().items():
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: ModelRunner = self._make_runner(welcome)
@@ -196,10 +197,10 @@ class Engine:
         Nothing is released on a lost device. With several ranks that capture graphs, this rank may be waiting for one
         that has ended: the end of the process releases the memory.
         """
+        if self.disk is not None:
+            self.disk.close()
         if self.ranks is None or not self.ranks.capturable:
             with contextlib.suppress(RuntimeError):
-                if self.disk is not None:
-                    self.disk.close()
                 self.runner.close()
                 self.pool.close()
                 if self.host is not None:

@@ -40,8 +40,7 @@ def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> Ho
     if not blocks:
         problem = f"{config.host_bytes} bytes hold no block; one takes {geometry.bytes_per_block}"
         raise InvalidConfiguration("host_bytes", problem)
-    name = config.name if config.ranks == 1 else f"{config.name}\n{config.rank}"
-    path = host_path(config.host_dir, config.runtime_path, name)
+    path = host_path(config.host_dir, config.runtime_path, name_of(config))
     file = HostFile(path, layout_of(config, model), blocks, geometry.bytes_per_block)
     log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
     transfers = HostTransfers(pool, file)
@@ -50,6 +49,11 @@ def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> Ho
             "host tier: %s refuses the file's memory (%s): copies take a detour", model.device.name, transfers.problem
         )
     return transfers
+
+
+def name_of(config: WorkerConfig) -> str:
+    """Return the name under which a worker's files are found: of one of several ranks, with its rank."""
+    return config.name if config.ranks == 1 else f"{config.name}\n{config.rank}"
 
 
 def layout_of(config: WorkerConfig, model: LoadedModel) -> str:

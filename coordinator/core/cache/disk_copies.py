@@ -7,21 +7,18 @@ block up at any time, and a host that dies loses little.
 starts as with any host hit. It waits for a limited time, and is computed then.
 
 An order holds what it reads and owns what it writes until the worker's answer, so orders end in any order, and no step
-waits for one. A worker that comes back to a restarted coordinator gets the unanswered orders again.
+waits for one. A worker that comes back to a restarted coordinator gets the unanswered orders again. The disks of
+several ranks count as one (`rank_disks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-import numpy as np
-
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import (
     DISK_DAMAGED,
     DISK_DONE,
-    DISK_ENTRY_NUMBERS,
     DISK_FAILED,
     DISK_FULL,
     DISK_NOT_FOUND,
@@ -35,34 +32,18 @@ from kvforge.protocol.messages import (
     DiskStats,
 )
 
+from .disk_entries import read_entries
+from .disk_orders import DiskOrder, orders_message
 from .disk_tier import DiskTier
 from .hashing import BlockHasher, Hashes
 from .host_tier import NO_HOST_BLOCK, HostTier
 from .prefix_cache import Tokens, root_key
-from .wipes import NO_TAG
+from .rank_disks import DiskOutcome, RankDisks
 
 ORDERS_MAX = 1 << 12  # in flight, reads and writes: bounds a message
 WRITES_MAX = 64  # in flight: so many blocks of the host tier cannot be given up
 READ_SHARE = 2  # a request brings at most 1 / READ_SHARE of the host tier from the disk
 FAILURES_MAX = 16  # in a row: the tier is off until the worker registers again
-
-
-class DiskOrder(msgspec.Struct):
-    """An order in flight.
-
-    Attributes:
-        kind: DISK_WRITE, DISK_READ or DISK_WIPE.
-        host: The node of the host tier; 0 for none.
-        disk: The node of the disk tier, or the block that is wiped.
-        load: The load that it belongs to; 0 for none.
-        sent: Whether it has been sent to the worker's present connection.
-    """
-
-    kind: int
-    host: int
-    disk: int
-    load: int = 0
-    sent: bool = False
 
 
 class DiskLoad:
@@ -107,10 +88,12 @@ class DiskCopies:
         failures: Orders in a row that failed.
         stalled: A request stopped waiting, and no order has ended since: no other request waits meanwhile.
         off: There were too many failures.
+        ranks: What the ranks of the worker announce and answer; None for one process.
     """
 
-    def __init__(self, tier: DiskTier, host: HostTier, block_size: int) -> None:
+    def __init__(self, tier: DiskTier, host: HostTier, block_size: int, ranks: int = 1) -> None:
         self.tier, self._host, self._token_bytes = tier, host, 4 * block_size
+        self.ranks = RankDisks(ranks) if ranks > 1 else None
         self.wanted: dict[int, None] = {}
         self.orders: dict[int, DiskOrder] = {}
         self.loads: dict[int, set[int]] = {}
@@ -122,53 +105,51 @@ class DiskCopies:
 
     # ---------------------------------------------------------------------------------------------------- registration
 
-    def announce(self, message: DiskEntries, hasher: BlockHasher, block_size: int, tenants: dict[int, int]) -> None:
+    def announce(self, message: DiskEntries, hasher: BlockHasher, tenants: dict[int, int], rank: int = 0) -> None:
         """Take entries that the worker found, and ask for the next ones.
 
         Args:
             message: The entries.
             hasher: Makes hashes under this coordinator's key.
-            block_size: Tokens of a block.
             tenants: The tenants that are known, by their tags.
+            rank: The rank that found them.
 
         Raises:
             ProtocolError: The message is malformed, or names a block twice or outside the tier.
         """
-        if self.tier.announced or message.cursor < self.cursor:
+        tier, ranks, block_size = self.tier, self.ranks, self._token_bytes // 4
+        if tier.announced:
             return  # sent twice, around a restart of the coordinator
-        if message.cursor > self.cursor:
-            raise ProtocolError(f"disk_entries: cursor {message.cursor}, expected {self.cursor}")
-        count, rest = divmod(message.entries.size, DISK_ENTRY_NUMBERS)
-        if rest or message.tokens.size != count * block_size or (not count and not message.last):
-            sizes = f"{message.entries.size} numbers and {message.tokens.size} tokens"
-            raise ProtocolError(f"disk_entries: {sizes} are not those of entries with {block_size} tokens")
-        rows = message.entries.reshape(count, DISK_ENTRY_NUMBERS)
-        blocks = rows[:, 0]
-        used = {*(node.block for node in self.tier.nodes.values()), *self.tier.to_wipe}
-        if count and (blocks.min() < 0 or blocks.max() >= self.tier.total or np.unique(blocks).size < count):
-            raise ProtocolError(f"disk_entries: a block twice, or outside the tier's {self.tier.total}")
-        if not used.isdisjoint(blocks.tolist()):
+        if rank and ranks is not None:
+            ranks.announce(rank, message, tier.total, block_size)
+            return
+        entries = read_entries(message, self.cursor, tier.total, block_size)
+        if entries is None:
+            return
+        used = {*(node.block for node in tier.nodes.values()), *tier.to_wipe}
+        if not used.isdisjoint(entry.block for entry in entries):
             raise ProtocolError("disk_entries: a block was announced before")
-        values = np.ascontiguousarray(rows[:, 1:5]).astype("<i4").view("<u8")
-        tokens = message.tokens.reshape(count, block_size)
-        owners = [NO_TAG] * count
-        if message.owners.size:
-            if message.owners.size != 2 * count:
-                raise ProtocolError(
-                    f"disk_entries: {message.owners.size} numbers are not the owners of {count} entries"
-                )
-            owners = np.ascontiguousarray(message.owners).astype("<i4").view("<u8").tolist()
-        for row, (value, parent), own, tag in zip(rows.tolist(), values.tolist(), tokens, owners, strict=True):
-            self.tier.adopt(row[0], value, parent, bool(row[5]), own, hasher, tag, tenants.get(tag, 0))
-        self.cursor += count
+        for entry in entries:
+            if ranks is None or ranks.has(entry):
+                tier.adopt(*entry[:5], hasher, entry.tag, tenants.get(entry.tag, 0))
+            else:
+                tier.reject(entry.block, entry.tag)
+        self.cursor += len(entries)
         self.scanning = 0 if message.last else 1
-        if message.last:
-            self.tier.end_announcement(message.usable)
-            self.wanted.update(dict.fromkeys(self._host.cached_nodes()))
+        if not message.last:
+            return
+        if ranks is None:
+            tier.end_announcement(message.usable)
+        else:
+            tier.end_announcement(max(message.usable, ranks.usable), ranks.tags())
+            ranks.forget_found()
+        self.wanted.update(dict.fromkeys(self._host.cached_nodes()))
 
     def came_back(self) -> None:
         """The worker has another connection: send everything that is unanswered again."""
         self.scanning = 1 if self.scanning else 0
+        if self.ranks is not None:
+            self.ranks.came_back()
         for order in self.orders.values():
             order.sent = False
 
@@ -330,24 +311,7 @@ class DiskCopies:
 
     def stats(self) -> DiskStats:
         """Return what is shown of the tier."""
-        tier = self.tier
-        return DiskStats(
-            blocks=tier.total,
-            free=tier.free,
-            cached=tier.cached,
-            quarantined=tier.quarantined,
-            recovered_total=tier.recovered_total,
-            pruned_total=tier.pruned_total,
-            saved_total=tier.saved_total,
-            loaded_total=tier.loaded_total,
-            evicted_total=tier.evicted_total,
-            unsaved_total=tier.unsaved_total,
-            failed_total=tier.failed_total,
-            late_total=tier.late_total,
-            missed_tags_total=tier.missed_tags_total,
-            missed_checksums_total=tier.missed_checksums_total,
-            off=self.off,
-        )
+        return self.tier.stats(self.off)
 
     def late(self) -> None:
         """A request has stopped waiting: no other one waits until an order has ended."""
@@ -356,13 +320,21 @@ class DiskCopies:
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def flush(self, epoch: int) -> DiskScan | DiskOrders | None:
-        """Return what is to be sent now; None for nothing."""
+    def flush(self, epoch: int) -> list[tuple[int, DiskScan | DiskOrders]]:
+        """Return what is to be sent now, each with the rank that gets it."""
+        ranks = self.ranks
         if self.scanning:
+            if ranks is not None and not ranks.announced:
+                return [*ranks.scans(epoch)]
             if self.scanning == 2:
-                return None
+                return []
             self.scanning = 2
-            return DiskScan(epoch, self.cursor)
+            return [(0, DiskScan(epoch, self.cursor))]
+        orders = self._due(epoch)
+        return [] if orders is None else [(rank, orders) for rank in range(ranks.count if ranks is not None else 1)]
+
+    def _due(self, epoch: int) -> DiskOrders | None:
+        """Return the orders to send now; None for none."""
         if self.off or not self.tier.announced:
             return None
         for block in self.tier.next_wipes(ORDERS_MAX - len(self.orders)) if self.tier.to_wipe else ():
@@ -375,35 +347,14 @@ class DiskCopies:
         due = [(number, order) for number, order in self.orders.items() if not order.sent]
         if not due:
             return None
-        return self._message(epoch, due)
+        return orders_message(epoch, due, self._host.nodes, self.tier.nodes, self._token_bytes)
 
-    def _message(self, epoch: int, due: list[tuple[int, DiskOrder]]) -> DiskOrders:
-        host, tier = self._host.nodes, self.tier.nodes
-        rows: list[tuple[int, ...]] = []
-        values: list[tuple[int, int]] = []
-        tokens: list[bytes] = []
-        owners: list[int] = []
-        for number, order in due:
-            order.sent = True
-            if order.kind == DISK_WIPE:
-                rows.append((number, order.kind, -1, order.disk, 0))
-                values.append((0, 0))
-                continue
-            node = tier[order.disk]
-            first = node.parent < 0
-            rows.append((number, order.kind, host[order.host].block, node.block, first))
-            values.append((node.value, -node.parent - 1 if first else tier[node.parent].value))
-            if order.kind == DISK_WRITE:
-                tokens.append(node.tokens.ljust(self._token_bytes, b"\0"))  # a part has one number alone
-                owners.append(node.tag)
-        numbers = np.zeros((len(due), 9), np.int32)
-        numbers[:, (0, 1, 2, 3, 8)] = rows
-        numbers[:, 4:8] = np.array(values, "<u8").view("<i4")
-        tags = np.array(owners, "<u8").view("<i4")
-        return DiskOrders(epoch, numbers.reshape(-1), np.frombuffer(b"".join(tokens), np.int32), tags)
-
-    def ended(self, message: DiskResults) -> list[int]:
+    def ended(self, message: DiskResults, rank: int = 0) -> list[int]:
         """Record orders that have ended.
+
+        Args:
+            message: The results.
+            rank: The rank that sends them. An order has ended once all ranks have answered it.
 
         Returns:
             The loads that have ended with them.
@@ -418,39 +369,50 @@ class DiskCopies:
         for number, outcome, usable in results.reshape(-1, 3).tolist():
             if not 0 < number <= self._last_order or not DISK_DONE <= outcome <= DISK_FULL:
                 raise ProtocolError(f"disk_results: order {number}, outcome {outcome}")
-            order = self.orders.pop(number, None)
-            if order is None:
+            if number not in self.orders:
                 continue  # answered twice, around a restart of the coordinator
-            self.stalled = False
-            failed = outcome in (DISK_FAILED, DISK_FULL)
-            self.tier.failed_total += failed
-            self.failures = self.failures + 1 if outcome == DISK_FAILED else 0
-            if order.kind == DISK_WRITE:
-                self._written(order, outcome, usable)
-            elif order.kind == DISK_WIPE:
-                self.tier.wiped(order.disk) if outcome == DISK_DONE else self.tier.not_wiped(order.disk)
-            else:
-                self._read(order, outcome)
-                left = self.loads[order.load]
-                left.discard(number)
-                if not left:
-                    del self.loads[order.load]
-                    over.append(order.load)
+            result: DiskOutcome | None = DiskOutcome(number, outcome, usable)
+            if self.ranks is not None:
+                result = self.ranks.answer(rank, DiskOutcome(number, outcome, usable))
+            if result is not None:
+                over.extend(self._ended(result))
         self.off |= self.failures >= FAILURES_MAX
         if self.off:
             self.wanted.clear()
         return over
 
-    def _written(self, order: DiskOrder, outcome: int, usable: int) -> None:
+    def _ended(self, result: DiskOutcome) -> list[int]:
+        """Record an order that has ended. Return its load if that has ended with it."""
+        order, outcome = self.orders.pop(result.order), result.outcome
+        self.stalled = False
+        self.tier.failed_total += outcome in (DISK_FAILED, DISK_FULL)
+        self.failures = self.failures + 1 if outcome == DISK_FAILED else 0
+        if order.kind == DISK_WRITE:
+            self._written(order, result)
+        elif order.kind == DISK_WIPE:
+            self.tier.wiped(order.disk) if outcome == DISK_DONE else self.tier.not_wiped(order.disk)
+        else:
+            self._read(order, outcome)
+            left = self.loads[order.load]
+            left.discard(result.order)
+            if not left:
+                del self.loads[order.load]
+                return [order.load]
+        return []
+
+    def _written(self, order: DiskOrder, result: DiskOutcome) -> None:
         tier = self.tier
         self._host.release(order.host)
-        if outcome == DISK_DONE:
+        if result.outcome == DISK_DONE:
             tier.written(order.disk)
             return
         tier.unsaved_total += 1
-        tier.drop(order.disk, quarantine=outcome == DISK_FAILED)
-        if outcome == DISK_FULL:
-            tier.limit(usable)
+        block = tier.nodes[order.disk].block
+        tier.drop(order.disk, quarantine=result.outcome == DISK_FAILED)
+        if result.outcome == DISK_FULL:
+            tier.limit(result.usable)
+        if result.partly:
+            tier.note_half(block)
 
     def _read(self, order: DiskOrder, outcome: int) -> None:
         host, tier = self._host, self.tier
@@ -478,6 +440,8 @@ class DiskCopies:
                 self._host.drop(order.host, quarantine=True)
         over = list(self.loads)
         self.orders.clear()
+        if self.ranks is not None:
+            self.ranks.answers.clear()
         self.loads.clear()
         self._loading.clear()
         self.wanted.clear()
@@ -497,6 +461,8 @@ class DiskCopies:
         """Check that each order in flight has its blocks, and that nothing else uses one."""
         tier, readers, writes = self.tier, dict[int, int](), set[int]()
         tier.check_invariants()
+        if self.ranks is not None:
+            assert self.orders.keys() >= self.ranks.answers.keys(), "answers to orders that are not in flight"
         wiped = {order.disk for order in self.orders.values() if order.kind == DISK_WIPE}
         assert wiped == tier.wiping, "disk blocks that orders wipe"
         for number, order in self.orders.items():

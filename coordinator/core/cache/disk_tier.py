@@ -4,12 +4,17 @@ They are the books of a host tier with another kind of block: free + cached + re
 belong to one registration. The worker announces what it found on its disk, and until it has done so, all other blocks
 are quarantined: they may hold entries. A worker that is lost takes the books along; its successor announces again.
 
-Blocks that cannot be written stay quarantined for the life of the worker: the tier gets smaller.
+Blocks that cannot be written stay quarantined for the life of the worker: the tier gets smaller. Some
+ranks may have written their share of such a block, which a wipe overwrites.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
+
+from kvforge.protocol.messages import DiskStats
 
 from .hashing import BlockHasher, Hashes
 from .host_parts import part_number, part_value
@@ -28,12 +33,14 @@ class DiskTier(HostTier):
         pruned_total: Entries that it announced and that cannot be used.
         failed_total: Copies that ended with an error of the device, or for lack of space.
         late_total: Requests that stopped waiting for the disk.
+        halves: Quarantined blocks that some ranks may have bytes of an entry in.
     """
 
     def __init__(self, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None) -> None:
         super().__init__("", total, nodes_max, shares, wipes)
         self._free.clear()
         self.announced = False
+        self.halves: set[int] = set()
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
 
     @property
@@ -69,8 +76,7 @@ class DiskTier(HostTier):
         """
         assert not self.announced
         if self._wipes is not None and tag in self._wipes.dead:
-            self.to_wipe.append(block)
-            self.pruned_total += 1
+            self.reject(block, tag)
             return False
         before = root_key(parent) if first else self._by_value.get(parent)
         full = self._shares is not None and self.usage.get(owner, 0) >= self._shares[1][owner]
@@ -93,11 +99,27 @@ class DiskTier(HostTier):
         self.recovered_total += 1
         return True
 
-    def end_announcement(self, usable: int = 0) -> None:
-        """All entries were announced: the other blocks are free, and those below `usable` may have any bytes."""
+    def reject(self, block: int, tag: int) -> None:
+        """Do not take an entry that the worker found. It is overwritten if its owner was wiped."""
+        assert not self.announced
+        self.pruned_total += 1
+        if self._wipes is not None and tag in self._wipes.dead:
+            self.to_wipe.append(block)
+
+    def end_announcement(self, usable: int = 0, others: Iterable[tuple[int, int]] = ()) -> None:
+        """All entries were announced: the blocks without one are free.
+
+        Args:
+            usable: Blocks below this one may have any bytes.
+            others: Blocks that other ranks have entries in, and the tags of their owners.
+        """
         assert not self.announced
         self.announced = True
         taken = {*(node.block for node in self.nodes.values()), *self.to_wipe}
+        if self._wipes is not None:
+            dead = {block for block, tag in others if tag in self._wipes.dead} - taken
+            self.to_wipe.extend(sorted(dead))
+            taken |= dead
         self._free = [block for block in range(self.total - 1, -1, -1) if block not in taken]
         self.stale = {block for block in self._free if block < usable}
 
@@ -107,12 +129,19 @@ class DiskTier(HostTier):
             return
         kept, self._quarantine = self._quarantine, []
         super()._wipe_unused()
-        self._quarantine = kept
+        self.to_wipe.extend(sorted(self.halves))
+        self._quarantine = [block for block in kept if block not in self.halves]
+        self.halves.clear()
 
     def not_wiped(self, block: int) -> None:
         """Record that a block cannot be overwritten: it is not used any more."""
         self.wiping.remove(block)
         self._quarantine.append(block)
+
+    def note_half(self, block: int) -> None:
+        """Record that some ranks have written their share of a block, which is no entry."""
+        if block in self._quarantine:
+            self.halves.add(block)
 
     def limit(self, usable: int) -> int:
         """Give up the free blocks from `usable` on, for which the disk has no space. Return how many they are."""
@@ -126,8 +155,29 @@ class DiskTier(HostTier):
         """Return the nodes of the longest run of entries [first, ...) of a prefix; see `match`."""
         return self.match(root, tokens, hashes, first, end) if self.announced else ()
 
+    def stats(self, off: bool) -> DiskStats:
+        """Return what is shown of the tier; `off`: it is turned off."""
+        return DiskStats(
+            blocks=self.total,
+            free=self.free,
+            cached=self.cached,
+            quarantined=self.quarantined,
+            recovered_total=self.recovered_total,
+            pruned_total=self.pruned_total,
+            saved_total=self.saved_total,
+            loaded_total=self.loaded_total,
+            evicted_total=self.evicted_total,
+            unsaved_total=self.unsaved_total,
+            failed_total=self.failed_total,
+            late_total=self.late_total,
+            missed_tags_total=self.missed_tags_total,
+            missed_checksums_total=self.missed_checksums_total,
+            off=off,
+        )
+
     def check_invariants(self) -> None:
         """Check that the books agree."""
+        assert self.halves.issubset(self._quarantine), "a block that some ranks have written is in use"
         if self.announced:
             super().check_invariants()
             return

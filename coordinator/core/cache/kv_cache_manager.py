@@ -104,8 +104,14 @@ class KVCacheManager:
 
     # -------------------------------------------------------------------------------------------------------- groups
 
-    def add_group(self, worker: int, name: str, ready: WorkerReady) -> Group:
+    def add_group(self, worker: int, name: str, ready: WorkerReady, ranks: int = 1) -> Group:
         """Create a group with a pool of as many blocks as the worker has.
+
+        Args:
+            worker: The worker's number.
+            name: Its name.
+            ready: Its announcement; of several ranks, the joint one.
+            ranks: The number of its ranks.
 
         Raises:
             CapacityExceeded: There are too many pools or blocks.
@@ -138,7 +144,7 @@ class KVCacheManager:
             group.host.compute_costs = group.costs
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:
-                group.host.disk = self.disk_copies(ready.disk_blocks, tier)
+                group.host.disk = self.disk_copies(ready.disk_blocks, tier, ranks)
         if self.store.changed is not None:
             self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
@@ -151,13 +157,13 @@ class KVCacheManager:
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
-    def disk_copies(self, blocks: int, host: HostTier) -> DiskCopies:
-        """Return the copies of a new disk tier of so many blocks, beside a host tier."""
+    def disk_copies(self, blocks: int, host: HostTier, ranks: int = 1) -> DiskCopies:
+        """Return the copies of a new disk tier of so many blocks, beside a host tier, for a worker of so many ranks."""
         tier = DiskTier(
             blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.tenants.disk_shares, self.wipes
         )
         host.yields.remember(blocks)
-        return DiskCopies(tier, host, self.blocks.block_size)
+        return DiskCopies(tier, host, self.blocks.block_size, ranks)
 
     def drop_group(self, group: Group) -> Slots:
         """Drop the group of a dead worker, with its KV. Its sequences keep their tokens.

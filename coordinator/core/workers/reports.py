@@ -223,6 +223,8 @@ class WorkerReports:
             return
         group.worker, group.others = team.members[0].number, team.others
         group.away, group.result_us = False, self._clock.now_us
+        if group.disk is not None:
+            group.disk.came_back()
         self._clock.deadlines.arm(WORKERS, self._clock.now_us + self._timeout_us)
         self.returned_total += 1
         self._cache.waits.wake_all()
@@ -284,8 +286,6 @@ class WorkerReports:
                 f"but other workers or live requests use {model.name!r} ({model.fingerprint[:12]}): "
                 "all must use the same model; a start with --fresh discards the state of earlier runs"
             )
-        if message.disk_blocks and worker.ranks > 1:
-            raise ProtocolError(f"worker {worker.name}: disk_blocks of a worker with ranks is not supported")
         self._check_host_file(worker, message)
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
@@ -297,7 +297,7 @@ class WorkerReports:
                 return
             worker, message = team.members[0], announced
             self._check_host_file(worker, message)
-        group = worker.group = self._cache.add_group(worker.number, worker.name, message)
+        group = worker.group = self._cache.add_group(worker.number, worker.name, message, worker.ranks)
         self.registered_total += 1
         if team is not None:
             self._register_ranks(team, group)
@@ -358,9 +358,10 @@ class WorkerReports:
         disk = self._disk_of(worker, message.epoch, "entries")
         if disk is None:
             return
+        before = disk.tier.announced
         tenants = self._cache.wipes.known() if message.owners.size else {}
-        disk.announce(message, self._cache.hasher, self._cache.blocks.block_size, tenants)
-        if message.last and disk.tier.announced:
+        disk.announce(message, self._cache.hasher, tenants, worker.rank)
+        if disk.tier.announced and not before:
             found: dict[str, Field] = {"cached": disk.tier.cached, "pruned": disk.tier.pruned_total}
             self._log("info", "disk tier ready", "disk_ready", worker, blocks=disk.tier.total, **found)
 
@@ -370,7 +371,7 @@ class WorkerReports:
             return
         assert worker.group is not None
         off = disk.off
-        for load in disk.ended(message):
+        for load in disk.ended(message, worker.rank):
             self._cache.waits.wake(load_of(worker.group.epoch, load))
         if disk.off and not off:
             failed = disk.tier.failed_total
