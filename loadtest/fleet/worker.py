@@ -94,7 +94,7 @@ class Worker:
         self._link = WorkerConnection(worker_endpoint(self._runtime), self._read_wakeup.fileno())
         self._stopping = self._leaving = False
         self._boot, self._epoch, self._last_step, self._registered = "", 0, 0, False
-        self._free_at = 0.0  # when the device becomes idle
+        self._free_at = 0.0  # when the device becomes idle; 0: it has done no step
         self._under_way: deque[tuple[float, StepResult]] = deque()
         self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
 
@@ -143,6 +143,7 @@ class Worker:
     def _register(self, welcome: WorkerWelcome) -> None:
         """Discard the old state and register with the coordinator."""
         self._last_step, self._boot, self._epoch = 0, welcome.boot, 0
+        self._free_at = 0.0
         self._under_way.clear()
         self._answered.clear()
         table, size = self._table, welcome.block_size
@@ -173,13 +174,16 @@ class Worker:
         """Schedule the step behind the previous one. Its result is computed at once."""
         slots, tokens = self._tokens.of(step)
         takes_s = self._config.time_scale * self._table.step_s(step.starts, step.counts)
-        self._free_at = max(self._free_at, time.monotonic()) + takes_s
+        now = time.monotonic()
+        idle_us = round(max(0.0, now - self._free_at) * 1e6) if self._free_at else -1
+        self._free_at = max(self._free_at, now) + takes_s
         self._last_step = step.step_id
         result = StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
             errors=self._tokens.refused(step),
             duration_us=round(takes_s * 1e6),
+            idle_us=idle_us,
             slots=slots,
             tokens=tokens,
             logprobs=np.zeros(slots.size, np.float32) if slots.size else NO_FLOAT32,

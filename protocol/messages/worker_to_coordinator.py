@@ -157,6 +157,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
             them. The reason is MISSED_TAG or MISSED_CHECKSUM.
         host_write_us: How long the copies of `Step.host_writes` took; 0 for none, or where it was not measured.
         host_read_us: The same of `Step.host_reads`.
+        idle_us: How long the device had nothing to do between the end of the step before and the first work of this
+            one; -1 where it was not measured.
     """
 
     FRAMES = (
@@ -199,6 +201,7 @@ class StepResult(Message, frozen=True, tag="step_result"):
     host_missed: Int32Array = NO_INT32
     host_write_us: int = 0
     host_read_us: int = 0
+    idle_us: int = -1
 
 
 class DiskEntries(Message, frozen=True, tag="disk_entries"):

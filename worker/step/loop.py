@@ -488,6 +488,7 @@ class Worker:
             duration_us=outcome.duration_us,
             host_write_us=pending.host_us[0],
             host_read_us=pending.host_us[1],
+            idle_us=pending.idle_us,
             slots=outcome.slots,
             tokens=outcome.tokens,
             logprobs=outcome.logprobs,

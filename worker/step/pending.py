@@ -112,7 +112,9 @@ class PendingStep:
         errors: Errors known so far, by slot.
         sampled: Sampled rows on their way to the host.
         started_ns: Time of the launch on the monotonic clock.
+        begin: Device event before the step's graph or pass; None: it has none.
         end: Device event after all of the step's work.
+        idle_us: How long the device had nothing to do before `begin`; -1: not measured. Known once it is finished.
         busy: Device events before and after a decode graph.
         queued_behind: Whether the step was launched before the one before it had ended.
         spoiled: Rows that were fed a token of a failed row, by slot.
@@ -135,7 +137,9 @@ class PendingStep:
     errors: dict[int, KvforgeError]
     sampled: list[Sampled]
     started_ns: int
+    begin: DeviceEvent | None = None
     end: DeviceEvent | None = None
+    idle_us: int = -1
     busy: tuple[DeviceEvent, DeviceEvent] | None = None
     queued_behind: bool = False
     spoiled: dict[int, KvforgeError] = field(default_factory=dict)

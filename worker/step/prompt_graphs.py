@@ -25,7 +25,7 @@ import torch
 from kvforge.worker.attention.mixed_batch import MixedBatch, MixedPlaces, MixedSize
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import Captured, GraphMemory
-from kvforge.worker.device.queue import HostBuffer
+from kvforge.worker.device.queue import DeviceEvent, HostBuffer
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.sampling.sampler import SamplingState
 
@@ -51,11 +51,13 @@ class PromptLaunch:
         sampled: Tokens of the rows that the graph sampled; None if it sampled none.
         others: [n] int64, rows of the step that are still to be sampled.
         logits: [n, vocab] float32 on the device, theirs. The next replay overwrites them.
+        begin: Device event before the graph.
     """
 
     sampled: Sampled | None
     others: npt.NDArray[np.int64]
     logits: torch.Tensor | None
+    begin: DeviceEvent
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ class PromptGraphs:
         places[order] = graph.batch.row_places(len(rows), count)
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         self._fill(graph, rows, order, count, simple)
+        begin = DeviceEvent(self._model.device, timed=True)
         graph.captured.replay()
         sampled = None
         if simple.any():
@@ -167,7 +170,7 @@ class PromptGraphs:
             sampled = Sampled(rows.slots[chosen], fetched, nothing, size.rows, places[chosen])
         others = np.flatnonzero((rows.samples == 1) & ~simple)
         logits = graph.logits()[self._model.device.upload(places[others])] if len(others) else None
-        return PromptLaunch(sampled, others, logits)
+        return PromptLaunch(sampled, others, logits, begin)
 
     @torch.inference_mode()
     def capture_one(self, size: MixedSize) -> bool:

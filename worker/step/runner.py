@@ -160,6 +160,7 @@ class ModelRunner:
         self._unzeroed = np.zeros(0, np.int32)  # blocks that still have to be zeroed
         self._launched = 0
         self._finished_ns = 0
+        self._last_end: DeviceEvent | None = None  # of the step that was finished last
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.draft_graphs: DraftGraphs | None = None
@@ -347,7 +348,7 @@ class ModelRunner:
     def _end(self, pending: PendingStep) -> None:
         """Record a device event at the end of the step's work."""
         try:
-            pending.end = DeviceEvent(self.model.device)
+            pending.end = DeviceEvent(self.model.device, timed=True)
         except RuntimeError as error:
             self._lost(pending, error)
 
@@ -356,6 +357,7 @@ class ModelRunner:
         while self._under_way:
             self.finish(self._under_way[0])
         self._has_sampled[:] = False
+        self._last_end = None
         self._refused.clear()
         self._unaccepted.clear()
         if self.drafter is not None:
@@ -433,7 +435,7 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
             self._fail_graph(error, "a decode graph", rows, pending)
             return
-        pending.busy = launched.busy
+        pending.begin, pending.busy = launched.busy[0], launched.busy
         pending.sampled += launched.sampled
         if len(launched.others):
             self._sampler.sample_others(self.graphs.logits_of(launched.others), rows, launched.others, pending)
@@ -445,6 +447,7 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
             self._fail_graph(error, "a graph of prompt tokens", rows, pending)
             return
+        pending.begin = launched.begin
         if launched.sampled is not None:
             pending.sampled.append(launched.sampled)
         if launched.logits is not None:
@@ -459,6 +462,8 @@ class ModelRunner:
     def _queue_pass(self, rows: Rows, pending: PendingStep) -> None:
         """Queue the rows together. If that fails, queue them one by one, so that only the faulty ones fail."""
         try:
+            if pending.begin is None:
+                pending.begin = DeviceEvent(self.model.device, timed=True)
             logits, scored = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
             self._require_repeatable(error)
@@ -592,6 +597,7 @@ class ModelRunner:
         if self._under_way and self._under_way[0].waiting:
             self._complete(self._under_way[0])
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
+        pending.idle_us = self._idle_us(pending)
         outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
         if scored:
             outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
@@ -599,6 +605,16 @@ class ModelRunner:
             outcome = replace(outcome, proposals=self._proposals(self.drafter, pending, chosen, begun))
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
+
+    def _idle_us(self, pending: PendingStep) -> int:
+        """Return how long the device had nothing to do before a step that has ended; -1: not measured.
+
+        Passes of a draft model are between steps, and are no pause.
+        """
+        last, self._last_end = self._last_end, pending.end
+        if last is None or pending.begin is None or pending.errors or self._draft_passes is not None:
+            return -1
+        return max(0, round(1000 * pending.begin.ms_since(last)))
 
     def accept_drafts(self) -> None:
         """Advance the slots of finished steps by their accepted drafts, on the device.

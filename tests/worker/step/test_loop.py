@@ -57,6 +57,7 @@ class FakePending:
     host_copied: Any = field(default_factory=lambda: np.array([6, 2], np.int32))
     host_missed: Any = field(default_factory=lambda: np.array([2, 1], np.int32))
     host_us: tuple[int, int] = (70, 50)
+    idle_us: int = 30
 
     def done(self) -> bool:
         return self.over
@@ -325,7 +326,7 @@ def test_a_result_acknowledges_the_host_copies_of_its_step() -> None:
     link = serve(runner, FakeLink(step(1), runner.end(0), None))
     (result,) = (message for message in link.sent if isinstance(message, StepResult))
     assert (result.host_copied.tolist(), result.host_missed.tolist()) == ([6, 2], [2, 1])
-    assert (result.host_write_us, result.host_read_us) == (70, 50)
+    assert (result.host_write_us, result.host_read_us, result.idle_us) == (70, 50, 30)
 
 
 def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) -> None:

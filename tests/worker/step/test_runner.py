@@ -514,3 +514,24 @@ def test_the_time_of_a_step_that_waited_for_the_one_before_it_begins_when_that_o
     third = launch(bench, [(0, 3, [-1], 1)])
     clock.now_ns += 3_000_000
     assert bench.runner.finish(third).duration_us == 3_000
+
+
+def test_the_pause_before_a_step_begins_when_the_step_before_it_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = [1_000_000_000]
+    monkeypatch.setattr("kvforge.worker.device.queue.time.perf_counter_ns", lambda: now_ns[0])
+
+    def idle_us(row: tuple[int, int, list[int], int], after_us: int, **more: Any) -> int:
+        now_ns[0] += 1000 * after_us
+        pending = launch(bench, [row], **more)
+        bench.runner.finish(pending)
+        return pending.idle_us
+
+    assert idle_us((0, 0, [1, 2], 1), 0, begins=(begin(0),)) == -1, "the first step"
+    assert idle_us((0, 2, [-1], 1), 300) == 300
+    assert idle_us((1, 0, [-1], 1), 5) == -1, "its only row is refused: nothing ran"
+    assert idle_us((0, 3, [-1], 1), 40) == 40
+    assert idle_us((0, 4, [-1], 1), 7) == 7
+    bench.runner.reset()
+    assert idle_us((0, 0, [1, 2], 1), 70, begins=(begin(0),)) == -1, "of another coordinator"
