@@ -39,6 +39,7 @@ from .config import CoordinatorConfig, geometry
 from .host.garbage import GarbageCollector
 from .host.replacing import Replacer
 from .host.resources import check_descriptors, return_large_blocks
+from .host.wake_timer import WakeTimer
 from .kv_events.sockets import Sockets
 from .kv_events.stream import EventStream
 from .machine_store import MachineStore
@@ -49,6 +50,7 @@ from .turn import TurnLoop
 
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
+PRECISE_US = 20_000  # turns that are due sooner come to the microsecond
 CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
 log = logging.getLogger("coordinator")
 
@@ -149,6 +151,10 @@ class Server:
         self._epoll = select.epoll()
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
         self._on_input = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
+        self._wake_timer = WakeTimer()
+        if self._wake_timer.descriptor >= 0:
+            self._epoll.register(self._wake_timer.descriptor, select.EPOLLIN)
+            self._on_input[self._wake_timer.descriptor] = self._wake_timer.ended
         entropy, kept = partial(secrets.randbits, 64), (self._replacer, store.journal)
         self._turns = TurnLoop(
             self.machine,
@@ -290,6 +296,8 @@ class Server:
             if self._wait_ms() == 0:
                 return False
         while (wait_ms := self._wait_ms()) > 0:
+            if (due_us := self._due_us - self._now_us()) < PRECISE_US:
+                self._wake_timer.arm(due_us)
             if self._look(wait_ms):
                 self._arrived_ns = time.monotonic_ns()
                 return True
@@ -328,7 +336,10 @@ class Server:
         self._flush_log()
 
     def _wait_ms(self) -> int:
-        """Return how long to sleep without input, rounded up because an early turn would find no work."""
+        """Return how long to sleep without input, rounded up because an early turn would find no work.
+
+        `_wake_timer` ends short waits in time.
+        """
         due_us = self._due_us if self._graceful_stop is None else min(self._due_us, self._graceful_stop.due_us)
         return max(0, -(-(due_us - self._now_us()) // 1000))
 
@@ -407,6 +418,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         self._replacer.close()
         self._epoll.close()
+        self._wake_timer.close()
         self._close_sockets()
         self.tables.close()
         self._read_wakeup.close()

@@ -87,6 +87,7 @@ POOL_COUNTS = (
     "disk_late",
     "disk_missed_tags",
     "disk_missed_checksums",
+    "device_idle_us",
 )
 
 

@@ -122,7 +122,7 @@ class Machine:
         self._reports = WorkerReports(*parts, self.finisher, results, commands, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
-        acting = (self.requests, commands, self.sequences, self._reports, self.sessions)
+        acting = (self.requests, commands, self.sequences, self._reports, self.sessions, self.scheduler)
         self._timed = tuple(part.pass_time for part in acting)
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)

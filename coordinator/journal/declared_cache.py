@@ -152,6 +152,14 @@ class SavedRowCosts(Saved):
     drafted_way: Big
 
 
+class SavedPauses(Saved):
+    """The `Pauses` of a group."""
+
+    usual_us: int
+    lead_us: int
+    total_us: int
+
+
 class SavedStep(Saved):
     """A `SentStep`. `message` is the Step."""
 
@@ -166,6 +174,7 @@ class SavedStep(Saved):
     prefill_tokens: int
     tenant: int
     message: Frames
+    in_time: bool = False
 
 
 class SavedSteady(Saved):
@@ -411,6 +420,7 @@ class SavedGroup(Saved):
     draft_wait: int = 0
     drafts_from: int = 0
     host: SavedHostCopies | None = None
+    pauses: SavedPauses | None = None
 
 
 class SavedCache(Saved):

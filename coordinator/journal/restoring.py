@@ -265,7 +265,7 @@ class _Restoring:
             drafts=saved.drafts,
         )
         group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
-        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs", "row_costs", "host")
+        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs", "row_costs", "pauses", "host")
         if saved.host is not None:
             cache = self._machine.cache
             tier = cache.host_tiers.tiers[saved.host.identity]
@@ -290,6 +290,8 @@ class _Restoring:
         if saved.row_costs is not None:
             self._fields.restore(group.row_costs, saved.row_costs, "line")
             self._fields.restore(group.row_costs.line, saved.row_costs.line)
+        if saved.pauses is not None:
+            self._fields.restore(group.pauses, saved.pauses)
         return group
 
     def _disk(self, saved: c.SavedDiskCopies, host: HostTier) -> DiskCopies:
@@ -323,7 +325,8 @@ class _Restoring:
         message = _message(_to_workers, saved.message, Step)
         names = ("slots", "runs", "counts", "samples", "sampled")
         values: dict[str, Any] = {name: self._array(c.SavedStep, name, getattr(saved, name)) for name in names}
-        values |= {name: getattr(saved, name) for name in ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant")}
+        plain = ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant", "in_time")
+        values |= {name: getattr(saved, name) for name in plain}
         return SentStep(**values, message=message)
 
     def _pool(self, saved: c.SavedPool, index: PrefixCache, epoch: int, mixed: bool) -> BlockPool:

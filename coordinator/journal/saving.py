@@ -123,6 +123,7 @@ class _Saving:
             sent=[self._sent(sent) for sent in group.sent],
             steady=self._of(c.SavedSteady, group.steady) if group.steady is not None else None,
             costs=self._of(c.SavedCosts, group.costs),
+            pauses=self._of(c.SavedPauses, group.pauses),
             row_costs=self._of(c.SavedRowCosts, group.row_costs, line=self._of(c.SavedCosts, group.row_costs.line)),
             host=self._host(group),
         )

@@ -332,6 +332,8 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
         host_missed_tags_total: Reads that found another entry's tag, or none.
         host_missed_checksums_total: Reads of blocks with other bytes than were saved.
         disk: The worker's disk tier; None: it has none.
+        device_idle_us_total: How long the device had nothing to do between steps, for lack of requests too. 0 from
+            workers that do not measure it.
     """
 
     worker: str
@@ -372,6 +374,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     host_missed_tags_total: int = 0
     host_missed_checksums_total: int = 0
     disk: DiskStats | None = None
+    device_idle_us_total: int = 0
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

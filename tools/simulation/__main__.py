@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 from tools.simulation.runner import Outcome, collected_at_their_end, digest_seed, run_seed, shrunk_text, trace_seed
-from tools.simulation.settings import DRAFTS_SHARE
+from tools.simulation.settings import BATCHES_SHARE, DRAFTS_SHARE
 from tools.simulation.world import FULL_CHECK_EVERY
 
 
@@ -26,6 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--check-every", type=int, default=FULL_CHECK_EVERY, help="events between two full invariant checks"
     )
     parser.add_argument("--drafts", type=float, default=DRAFTS_SHARE, help="share of worlds with drafts")
+    parser.add_argument("--batches", type=float, default=BATCHES_SHARE, help="share of worlds full of batches")
     parser.add_argument("--seed", type=int, help="run only this seed")
     parser.add_argument("--digests", action="store_true", help="print a digest of the core's output for each seed")
     parser.add_argument("--trace", action="store_true", help="print every event with digests; needs --seed")
@@ -54,13 +55,14 @@ def play_seeds(options: argparse.Namespace) -> int:
     events = 0
     failed: Outcome | None = None
     amounts = (options.events, options.check_every)
+    shares = {"drafts": options.drafts, "batches": options.batches}
     if options.jobs > 1:
         pool = ProcessPoolExecutor(options.jobs, get_context("spawn"), gc.disable)
-        tasks = [pool.submit(run_seed, seed, *amounts, drafts=options.drafts) for seed in seeds]
+        tasks = [pool.submit(run_seed, seed, *amounts, **shares) for seed in seeds]
         outcomes = (task.result() for task in as_completed(tasks))
     else:
         pool = None
-        outcomes = (run_seed(seed, *amounts, drafts=options.drafts) for seed in seeds)
+        outcomes = (run_seed(seed, *amounts, **shares) for seed in seeds)
     done = 0
     for outcome in outcomes:
         done, events = done + 1, events + outcome.events

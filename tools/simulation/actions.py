@@ -429,7 +429,9 @@ class ActionDrawer:
         more: list[tuple[str, Any]] = [count] if count else []
         if random() < 0.3:
             more.append(("stream", False))
-        if random() < 0.2:
+        if self._settings.batches and random() < self._settings.batches:
+            more.append(("priority", -100))
+        elif random() < 0.2:
             priority = self._random.choice((-2, 1, 5))
             more.append(("priority", -100 if priority == -2 and self._requests % 2 else priority))  # that of a batch
         if random() < 0.15:

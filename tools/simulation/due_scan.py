@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvforge.coordinator.core.deadlines import NEVER
 from kvforge.coordinator.core.limits import microseconds
 from kvforge.coordinator.core.machine import Machine
 from tools.simulation.workers import Violation
@@ -48,6 +49,8 @@ def _deadlines(machine: Machine) -> list[int]:
         elif group is not None and group.sent:
             since_us = max(group.sent[0].sent_us, group.result_us)
             found.append(since_us + microseconds(schedule.step_timeout_s) + 1)
+    if (send_us := machine.scheduler.pass_time()) < NEVER:
+        found.append(send_us)
     limited = np.flatnonzero(s.owned & (s.idle_ttl_us > 0) & (s.request == 0))
     found += (s.accessed_us[limited] + s.idle_ttl_us[limited]).tolist()
     return found

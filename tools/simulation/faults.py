@@ -477,6 +477,12 @@ def hung_worker_not_due() -> list[Patch]:
 
 
 @fault
+def next_step_of_a_batch_not_due() -> list[Patch]:
+    """A step that is to be sent shortly before the end of the one in flight makes no turn due."""
+    return _not_due(deadlines.STEPS)
+
+
+@fault
 def forgetting_not_due() -> list[Patch]:
     """The eviction of finished requests makes no turn due."""
     return _not_due(deadlines.OLD_REQUESTS)

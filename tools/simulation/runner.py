@@ -19,6 +19,7 @@ from tools.simulation.actions import Action, ActionDrawer, text
 from tools.simulation.draws import Draws
 from tools.simulation.replay import OutputDigest
 from tools.simulation.settings import (
+    BATCHES_SHARE,
     DISKS_SHARE,
     DRAFTS_SHARE,
     HOSTS_SHARE,
@@ -26,6 +27,7 @@ from tools.simulation.settings import (
     WINDOWS_SHARE,
     Settings,
     draw_settings,
+    with_batches,
     with_crashes,
     with_disks,
     with_drafts,
@@ -64,6 +66,7 @@ def drawn(
     drafts: float = DRAFTS_SHARE,
     hosts: float = HOSTS_SHARE,
     disks: float = DISKS_SHARE,
+    batches: float = BATCHES_SHARE,
 ) -> tuple[Settings, ActionDrawer]:
     """Return the settings and the action drawer of a seed.
 
@@ -74,6 +77,7 @@ def drawn(
         drafts: the share of worlds in which workers propose drafts.
         hosts: the share of worlds in which workers have host files.
         disks: the share of those in which workers have disk tiers too.
+        batches: the share of worlds in which most requests are of batches.
     """
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
@@ -83,6 +87,7 @@ def drawn(
     settings = with_drafts(settings, Random(f"drafts/{seed}"), drafts)
     settings = with_hosts(settings, Random(f"hosts/{seed}"), hosts)
     settings = with_disks(settings, Random(f"disks/{seed}"), disks)
+    settings = with_batches(settings, Random(f"batches/{seed}"), batches)
     return settings, ActionDrawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 
@@ -95,9 +100,10 @@ def run_seed(
     drafts: float = DRAFTS_SHARE,
     hosts: float = HOSTS_SHARE,
     disks: float = DISKS_SHARE,
+    batches: float = BATCHES_SHARE,
 ) -> Outcome:
     """Run a seed for about `events` events and to its end; the shares are as in `drawn`."""
-    settings, drawer = drawn(seed, states, windows, drafts, hosts, disks)
+    settings, drawer = drawn(seed, states, windows, drafts, hosts, disks, batches)
     return play(seed, settings, drawer.actions(), events, check_every)
 
 

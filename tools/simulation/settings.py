@@ -16,7 +16,7 @@ DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # share of the worlds
 STATES_SHARE = WINDOWS_SHARE = 0.25
-DRAFTS_SHARE = HOSTS_SHARE = DISKS_SHARE = 0.0  # the worlds of known seeds have none
+DRAFTS_SHARE = HOSTS_SHARE = DISKS_SHARE = BATCHES_SHARE = 0.0  # the worlds of known seeds have none
 DISK_WAIT_US = 20_000
 MEASURES_SHARE = 0.5  # of the worlds with drafts
 RANKS_SHARE = STANDS_SHARE = 0.3
@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint_tokens: distance of the checkpoints of such states.
         window: tokens that layers with a sliding window see; 0 for a model without such layers.
         drafts: the most drafts of a row; 0 for none.
+        batches: share of the requests that are of a batch.
         measures: workers report how long their steps took, so that few drafts may pay.
         window_pages: blocks with the KV of these layers for one block of tokens.
         host_blocks: blocks of the host file of each worker; 0 for none.
@@ -106,6 +107,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     window_pages: int = 0
     drafts: int = 0
+    batches: float = 0.0
     measures: bool = True
     host_blocks: int = 0
     writeback: int = 0
@@ -333,6 +335,14 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
         step_rows_max=rows,
         step_tokens_max=max(settings.step_tokens_max, rows),
     )
+
+
+def with_batches(settings: Settings, random: Random, share: float = BATCHES_SHARE) -> Settings:
+    """Return the settings; in a share of the worlds most requests are of batches, which often run alone."""
+    if random.random() >= share:
+        return settings
+    batches, in_flight = random.choice((0.6, 0.9)), random.choice((2, 2, 3))
+    return msgspec.structs.replace(settings, batches=batches, steps_in_flight_max=in_flight)
 
 
 def with_hosts(settings: Settings, random: Random, share: float = HOSTS_SHARE) -> Settings:

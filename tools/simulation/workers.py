@@ -362,6 +362,7 @@ class SimulatedWorker:
         self._steps: deque[Step] = deque()
         self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
         self._working = self._registered = self._stands = False
+        self._ended_us = self._idle_us = -1  # when its last step ended, and the pause before the one that runs
         self._begun = self._stood_us = 0
         self._reader: TablesReader | None = None
 
@@ -541,6 +542,8 @@ class SimulatedWorker:
         if self._working or not self._steps:
             return
         self._working = True
+        if self._ended_us >= 0:
+            self._idle_us = self._host.clock.now_us - self._ended_us
         took_us = 1 + int(self._random.random() * self._host.settings.step_us)
         life = self.lives, self._pools
         self._begun = self._steps[0].step_id
@@ -580,7 +583,7 @@ class SimulatedWorker:
             return
         if self._waits_for_others(life, took_us):
             return
-        self._working = False
+        self._working, self._ended_us = False, self._host.clock.now_us
         if self._unknown():
             return  # dropped without knowing yet, or about to reconnect
         try:
@@ -588,6 +591,8 @@ class SimulatedWorker:
         except WorkerCrashed:
             self.kill(1 + int(self._random.random() * REBORN_US))
             return
+        if self._host.settings.measures:
+            result = msgspec.structs.replace(result, idle_us=self._idle_us)
         self._answers.append(result)
         if self._registered:
             self._send(self._garbled(result))

@@ -17,6 +17,7 @@ from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
 from .disk_copies import DiskCopies
 from .host_copies import HostCopies
+from .pauses import Pauses
 from .row_costs import RowCosts
 from .sequences import NextCells, Slots
 
@@ -32,6 +33,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
         prefill_tokens: Prompt tokens in the step.
         tenant: The tenant of every row, or -1 if they differ.
         message: The step as sent, to resend to a worker that reconnects.
+        in_time: It was due shortly before the end of the step before: see `BatchRoom.send_us`.
     """
 
     step_id: int
@@ -45,6 +47,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     prefill_tokens: int
     tenant: int
     message: Step
+    in_time: bool = False
 
 
 NO_KEY = -1
@@ -185,6 +188,7 @@ class Group:
         away: The worker was connected to an earlier coordinator process and has not reconnected.
         result_us: Arrival time of the last result.
         costs: The cost model of its steps.
+        pauses: How long its device has nothing to do between steps.
         step_times: The cells of STEP_TIME, as a list because counting in a list is faster.
         last_sampled_us: Time at which the rows in `last_sampled` got the most recent tokens.
         sampled_rows: The rows in `last_sampled`, with values derived from other parts; None after a recovery.
@@ -224,7 +228,7 @@ class Group:
         self.batch_step = 0
         self.away = False
         self.result_us = 0
-        self.costs = StepCosts()
+        self.costs, self.pauses = StepCosts(), Pauses()
         self.step_times = [0] * (POOL_CELLS - STEP_TIME.start)
         self.last_sampled: Slots | None = None
         self.last_sampled_us = 0

@@ -98,6 +98,7 @@ def pool_stats(cache: KVCacheManager, group: Group) -> PoolStats:
         window_blocks=kinds[WINDOW],
         **_host_stats(tier),
         disk=group.disk.stats() if group.disk is not None else None,
+        device_idle_us_total=group.pauses.total_us,
     )
 
 
@@ -265,6 +266,7 @@ def pool_row(cache: KVCacheManager, group: Group) -> list[int]:
         kinds[WINDOW],
         *_host_row(group.host.tier if group.host is not None else None, cache.blocks.block_size),
         *_disk_row(group.host.disk.tier if group.host is not None and group.host.disk is not None else None),
+        group.pauses.total_us,
     ]
 
 

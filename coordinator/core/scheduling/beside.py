@@ -2,9 +2,10 @@
 
 A step with prompt tokens takes longer for each decode in it, up to twice as long on a GPU, and each row of a batch that
 begins or ends delays the step behind it. Batches therefore wait for steps without others, and get a tenth of the time
-where others leave them no such step for long. A request that comes waits for the step in flight. Soon after others,
-decodes of batches leave most steps to their prompts: a step of 128 prompt tokens takes less time on a GPU than one of
-64 decodes and 32 prompt tokens.
+where others leave them no such step for long. A request that comes waits for the step in flight: soon after others,
+one step of batches alone is in flight, and the next one follows shortly before its end (`BatchRoom.send_us`). Decodes
+of batches then leave most steps to their prompts: a step of 128 prompt tokens takes less time on a GPU than one of 64
+decodes and 32 prompt tokens.
 
 | the step has | decodes of batches | prompt tokens of batches |
 |---|---|---|
@@ -19,9 +20,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cache.costs import UNIT
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import Slots
+from ..deadlines import NEVER
 from .rows import RunningRows
 
 CHUNK_TOKENS_MIN = 16
@@ -48,6 +51,25 @@ class BatchRoom:
             return False
         s = self._cache.sequences
         return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
+
+    def send_us(self, group: Group) -> int:
+        """Return when the step behind the one in flight is to be sent, while `awaits_others`.
+
+        Shortly before the end of that one, so that the device does not wait, and requests that come until then have
+        their part of the next step. The end is expected by the costs of steps; a result that comes earlier has the next
+        step sent at once.
+
+        Returns:
+            The time in microseconds. NEVER: with the result, because no lead is worth it, the times are not known, or
+            drafts are due.
+        """
+        sent = group.sent[0] if len(group.sent) == 1 else None
+        if sent is None or group.proposals or sent.message.drafts.size:
+            return NEVER
+        costs = group.costs if sent.prefill_tokens else group.row_costs.line
+        takes_us = costs.of(sent.prefill_tokens or sent.slots.size) // UNIT
+        lead_us = group.pauses.lead(takes_us)
+        return max(sent.sent_us, group.result_us) + takes_us - lead_us if lead_us else NEVER
 
     def decodes(self, group: Group, decodes: Slots, prompts: Slots, tokens: int) -> Slots:
         """Return the rows that decode in the next step: the oldest ones of batches, as far as they have room.

@@ -22,7 +22,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
 from ..cache.states import chunk_end
 from ..cache.supply import NO_SPARE
-from ..deadlines import WORKERS
+from ..deadlines import NEVER, STEPS, WORKERS
 from ..events import Effect, ToWorker
 from ..limits import microseconds
 from ..requests.request import NO_SLOT, Request
@@ -78,6 +78,17 @@ class Scheduler:
             if group.sent or not group.skip_step():
                 return
             self._cache.step_done(group, group.last_step)
+
+    def pass_time(self) -> int:
+        """Return when the next step is to be sent behind one in flight, or NEVER. `fill` sends what is due by now."""
+        first_us, now_us = NEVER, self._clock.now_us
+        if self._rows.batch_count:
+            for group in self._cache.groups.values():
+                if not group.away and self._sends_in_time(group):
+                    due_us = self._batches.send_us(group)
+                    if now_us < due_us < first_us:
+                        first_us = due_us
+        return first_us
 
     def plan(self, group: Group) -> Step | None:
         """Build the group's next step; None if it has nothing to do or enough steps in flight.
@@ -213,7 +224,8 @@ class Scheduler:
             host_wipes=host_wipes,
         )
         rows = (slots, steady.runs, steady.ones, steady.samples, slots)
-        group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step))
+        in_time = self._rows.batch_count > 0 and self._sends_in_time(group)
+        group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step, in_time))
         group.steps_total += 1
         self._requests.computed_tokens_total += slots.size
         return step
@@ -330,13 +342,23 @@ class Scheduler:
     def _in_flight_max(self, group: Group) -> int:
         """Return how many steps may be in flight.
 
-        One while batches alone run and others are likely to come, and one where drafts are due or in flight.
+        One where drafts are due or in flight. One too while batches alone run and others are likely to come, until
+        shortly before its end.
         """
         if group.proposals or (group.sent and group.sent[-1].message.drafts.size):
             return 1
-        if self._rows.batch_count and self._batches.awaits_others(group):
-            return 1
+        if self._rows.batch_count and self._sends_in_time(group):
+            due_us = self._batches.send_us(group)
+            if due_us > self._clock.now_us:
+                if due_us < NEVER:
+                    self._deadlines.arm(STEPS, due_us)
+                return 1
+            return 2
         return self._limits.steps_in_flight_max
+
+    def _sends_in_time(self, group: Group) -> bool:
+        """Return whether batches alone run and others are likely to come."""
+        return self._limits.steps_in_flight_max > 1 and self._batches.awaits_others(group)
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
         """Split the budget into (slot, chunk) pairs, those of higher priority first.
@@ -538,7 +560,9 @@ class Scheduler:
         if idle:
             group.left_step = step_id  # its result must look at each row
             group.pool.await_step(step_id)
-        group.sent.append(SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step))
+        in_time = self._rows.batch_count > 0 and self._sends_in_time(group)
+        now_us = self._clock.now_us
+        group.sent.append(SentStep(step_id, *rows, now_us, only, prefill_tokens, tenant, step, in_time))
         group.steps_total += 1
         self._requests.computed_tokens_total += tokens.size
         if group.state_blocks:

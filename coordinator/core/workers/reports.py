@@ -400,6 +400,9 @@ class WorkerReports:
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
             group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us, alone=alone)
+        if message.idle_us >= 0:
+            with_result = sent.sent_us == group.result_us  # both have the time of their turn
+            group.pauses.add(message.idle_us, message.duration_us, with_result=with_result, in_time=sent.in_time)
         group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
