@@ -7,7 +7,9 @@
 Interactive requests come at random (Poisson) with their own prompts. The batch keeps `--lanes` requests of the lowest
 priority in flight, as `/v1/batches` does. Three sides take turns on one service: the interactive requests alone, the
 same beside the batch, which arrive at the same times, and, before both, the batch alone. "ratio" divides beside by
-alone; the last column divides the tokens computed a second beside by those of the batch alone. Times are the client's.
+alone; the last column but one divides the tokens computed a second beside by those of the batch alone. Times are the
+client's. "busy" is the share of time in which the worker's device had work, by the pauses between steps that the worker
+measures: a launch that the device waits for is a pause.
 The batch has a client process of its own, because its tokens would delay the others on their way.
 """
 
@@ -55,6 +57,7 @@ class Measured:
         gaps_s: Times between two tokens of a request.
         whole_s: Times to the last token.
         tokens: Prompt and generated tokens of all requests, those of the batch included.
+        busy: For each run, the share of time in which the device had work.
     """
 
     def __init__(self) -> None:
@@ -62,6 +65,7 @@ class Measured:
         self.gaps_s: list[float] = []
         self.whole_s: list[float] = []
         self.tokens = 0
+        self.busy: list[float] = []
 
 
 class Load:
@@ -171,17 +175,36 @@ def beside(endpoint: str, options: argparse.Namespace, draws: tuple[int, int]) -
         process.join()
 
 
+async def busy_share(client: AsyncClient, seconds: float) -> float:
+    """Return the share of the time from WARM_S on in which the device has work."""
+    pauses_us, at = list[int](), list[float]()
+    for wait_s in (WARM_S, seconds):
+        await asyncio.sleep(wait_s)
+        (pool,) = (await client.stats()).pools
+        pauses_us.append(pool.device_idle_us_total)
+        at.append(monotonic())
+    return 1 - (pauses_us[1] - pauses_us[0]) / 1e6 / (at[1] - at[0])
+
+
 async def measure_side(
-    endpoint: str, streams: AsyncStreams, side: str, options: argparse.Namespace, draws: tuple[int, int]
+    endpoint: str,
+    client: AsyncClient,
+    streams: AsyncStreams,
+    side: str,
+    options: argparse.Namespace,
+    at: tuple[int, int],
 ) -> Measured:
-    """Measure one side once."""
-    load = Load(streams, options, *draws)
+    """Measure one side once. at: the draws, as `Load` takes them."""
+    load = Load(streams, options, *at)
+    busy = asyncio.ensure_future(busy_share(client, options.seconds))
     if side == ALONE:
-        return await load.run(0, interactive=True)
-    with beside(endpoint, options, draws) as process:
-        found = await load.run(0, interactive=side == BESIDE)
-        found.tokens += await asyncio.to_thread(process.recv)
-        return found
+        found = await load.run(0, interactive=True)
+    else:
+        with beside(endpoint, options, at) as process:
+            found = await load.run(0, interactive=side == BESIDE)
+            found.tokens += await asyncio.to_thread(process.recv)
+    found.busy.append(await busy)
+    return found
 
 
 async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measured]:
@@ -194,11 +217,12 @@ async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measu
             for at, (side, whole) in enumerate(found.items()):
                 if side == BATCH and repeat:
                     continue  # only before the first other request: afterwards batches leave room for the next one
-                one = await measure_side(endpoint, streams, side, options, (repeat, at))
+                one = await measure_side(endpoint, client, streams, side, options, (repeat, at))
                 whole.first_s += one.first_s
                 whole.gaps_s += one.gaps_s
                 whole.whole_s += one.whole_s
                 whole.tokens += one.tokens
+                whole.busy += one.busy
                 await asyncio.sleep(WARM_S / 2)  # what was cancelled leaves
         streams.close()
     return found
@@ -218,6 +242,7 @@ def results_of(found: dict[str, Measured], seconds: float, repeats: int) -> dict
             "gap_ms": percentiles(one.gaps_s),
             "whole_ms": percentiles(one.whole_s),
             "tokens_per_s": round(one.tokens / seconds / (repeats if side != BATCH else 1), 1),
+            "busy": round(sum(one.busy) / len(one.busy), 3) if one.busy else 0.0,
         }
         for side, one in found.items()
     }
@@ -297,11 +322,11 @@ def main() -> None:
     for side in found:
         one = results[side]
         times = [str(value) for what in TIMES for value in one[what].values()] or [""] * 9
-        rows.append([side, str(one["requests"]), *times, str(one["tokens_per_s"])])
+        rows.append([side, str(one["requests"]), *times, str(one["tokens_per_s"]), str(one["busy"])])
     ratios = [str(value) for what in TIMES for value in results[f"ratio of {what}"].values()]
-    rows.append(["ratio", "", *ratios, str(results["full"])])
+    rows.append(["ratio", "", *ratios, str(results["full"]), ""])
     names = [f"{what} {p}" for what in ("first", "gap", "whole") for p in ("p50", "p90", "p99")]
-    header = ["side, ms", "requests", *names, "tokens/s"]
+    header = ["side, ms", "requests", *names, "tokens/s", "busy"]
     title = f"interactive beside a batch, {options.table or options.cpu or options.gpu}"
     report(title, header, rows, results, options.json)
 
