@@ -78,11 +78,13 @@ class Launched:
         sampled: Tokens of the rows that the graph sampled, those of requests with drafts apart.
         others: [n] int64, rows that are still to be sampled.
         busy: Device events before and after the graph.
+        started_ns: Time of its launch on the monotonic clock: what the host did before is no time of the device.
     """
 
     sampled: list[Sampled]
     others: npt.NDArray[np.int64]
     busy: tuple[DeviceEvent, DeviceEvent]
+    started_ns: int
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class DecodeGraphs:
         if behind is not None:
             wanted = np.where(simple & drafted, AHEAD + behind, wanted)
         self._fill(bucket, rows, wanted)
-        begin = DeviceEvent(device, timed=True)
+        begin, started_ns = DeviceEvent(device, timed=True), time.monotonic_ns()
         bucket.captured.replay()
         self._logits = bucket.logits()
         busy = (begin, DeviceEvent(device, timed=True))
@@ -249,7 +251,7 @@ class DecodeGraphs:
             if behind is not None and drafted[chosen[0]]:
                 ahead = AheadRows(slots, behind[chosen], rows.tokens[chosen])
             sampled.append(Sampled(slots, fetched, none, bucket.rows, chosen, ahead))
-        return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy)
+        return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy, started_ns)
 
     def _gains_from_sharing(self, rows: Rows, saved_bytes_min: int) -> bool:
         """Return whether these rows should run in a graph that reads common blocks once.

@@ -111,7 +111,7 @@ class PendingStep:
         begun: Slots that the step assigns to a new request.
         errors: Errors known so far, by slot.
         sampled: Sampled rows on their way to the host.
-        started_ns: Time of the launch on the monotonic clock.
+        started_ns: Time of the launch on the monotonic clock; of a graph, when the host had prepared it.
         begin: Device event before the step's graph or pass; None: it has none.
         end: Device event after all of the step's work.
         idle_us: How long the device had nothing to do before `begin`; -1: not measured. Known once it is finished.

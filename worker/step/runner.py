@@ -435,7 +435,7 @@ class ModelRunner:
         except Exception as error:  # noqa: BLE001 - queued work cannot be rolled back
             self._fail_graph(error, "a decode graph", rows, pending)
             return
-        pending.begin, pending.busy = launched.busy[0], launched.busy
+        pending.begin, pending.busy, pending.started_ns = launched.busy[0], launched.busy, launched.started_ns
         pending.sampled += launched.sampled
         if len(launched.others):
             self._sampler.sample_others(self.graphs.logits_of(launched.others), rows, launched.others, pending)
