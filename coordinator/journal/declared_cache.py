@@ -150,6 +150,8 @@ class SavedRowCosts(Saved):
     line: SavedCosts
     plain_way: Big
     drafted_way: Big
+    last_way: int = -1
+    way_before: int = -1
 
 
 class SavedPauses(Saved):

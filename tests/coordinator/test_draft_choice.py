@@ -132,6 +132,25 @@ def test_a_step_alone_without_drafts_tells_the_way_of_one_with_drafts() -> None:
     assert found.drafted_way < 3000 * UNIT
 
 
+def test_one_slow_step_does_not_decide_what_drafts_cost() -> None:
+    """The first step of a worker on an H200 took twice as long as others, and its way five times as long."""
+    found = RowCosts()
+    found.add(1, 0, 8178, 17_111, alone=True)
+    found.add(1, 0, 4400, 6000, alone=True)
+    assert found.drafted_way == 1600 * UNIT
+    found.add(1, 2, 4400, 24_000)
+    assert found.drafted_way == 1600 * UNIT, "one alone may be slow"
+    found.add(1, 0, 4400, 4900, alone=True)
+    assert found.drafted_way == 1600 * UNIT, "a step alone without drafts counts until there is one with some"
+    found.add(1, 2, 4400, 5200)
+    found.add(1, 2, 4400, 24_000)
+    found.add(1, 2, 4400, 5200)
+    assert found.drafted_way == pytest.approx((7 * (7 * 1600 + 1600) // 8 + 19_600) // 8 * UNIT, rel=0.3)
+    for _ in range(40):
+        found.add(1, 2, 4400, 12_400)
+    assert found.drafted_way > 7500 * UNIT, "of many steps, the longer way counts"
+
+
 def test_behind_a_step_in_flight_a_proposal_loses_its_first_token() -> None:
     """At 512 each, 8 drafts give 1 token in the mean, and 7 behind a right one give a half."""
     driver, _ = timed(8, 5, 0, 1.0)
