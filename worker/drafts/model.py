@@ -1,8 +1,9 @@
 """Drafts by a model: greedy tokens of a draft model, for the slots where lookup finds no long run.
 
 The draft model has the K and V of all tokens of a row, because each step writes them. It computes one drafted token of
-all rows in one pass. Answers that repeat themselves are drafted by lookup, which takes no pass. `pacing` decides when
-the model proposes, and how many tokens.
+all rows in one pass. Answers that repeat themselves are drafted by lookup, which takes no pass, as long as its tokens
+are right: the coordinator learns one chance for the drafts of a request, and wrong ones of lookup would hide that the
+model's are right. `pacing` decides when the model proposes, and how many tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from .drafter import NO_ENDS, DrafterCosts, Proposals, RowEnds
 from .history import LENGTHS
 from .lookup import LookupDrafter
 from .pacing import DraftPacing
+
+LOOKUP_RIGHT = 0.4  # of the tokens that lookup names next; below, its drafts are not proposed
+LOOKUP_FIRST = 0.5  # what is expected of a new request
+AVERAGED = 4  # the averaging window, in tokens
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class ModelDrafter:
         self.lookup, self._model, self._now_ns = lookup, model, now_ns
         self.pacing = DraftPacing()
         self._most: dict[int, int] = {}  # by slot
+        self._looked: dict[int, int] = {}  # by slot: the next token by lookup, proposed or not
+        self._right: dict[int, float] = {}  # by slot: how often such a token was right, averaged
         self._proposed: frozenset[int] = frozenset()  # slots of the model's last proposals
 
     @property
@@ -88,19 +95,23 @@ class ModelDrafter:
         """Assign a slot to a new request; see `Drafter.begin`."""
         self.lookup.begin(slot, prompt, generated, most, shared)
         self._most[slot] = most
+        self._looked.pop(slot, None)
+        self._right[slot] = LOOKUP_FIRST
         self._proposed -= {slot}
         self.pacing.begin(slot)
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; see `Drafter.append`."""
         self.lookup.append(slot, tokens)
+        if tokens and (named := self._looked.pop(slot, None)) is not None:
+            self._right[slot] += ((named == tokens[0]) - self._right[slot]) / AVERAGED
 
     def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
         verified = self._proposed.intersection(ends)
         self.pacing.verified((slot, end.drafted, end.accepted) for slot in verified if (end := ends[slot]).drafted)
         self._proposed -= frozenset(slots)  # of a slot without an end, nothing is known
-        found = self.lookup.found(slots, LENGTHS[0])
+        found = self._looked_up(slots, LENGTHS[0])
         rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
         if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(self._now_ns(), len(rows)):
             drafted = self._model.continue_rows(list(rows.values()))
@@ -108,7 +119,13 @@ class ModelDrafter:
             self._proposed |= frozenset(rows)
             self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows))
         left = [slot for slot in slots if slot not in found]
-        return Proposals.of(found | self.lookup.found(left) if left else found)
+        return Proposals.of(found | self._looked_up(left) if left else found)
+
+    def _looked_up(self, slots: Sequence[int], run_min: int = 0) -> dict[int, list[int]]:
+        """Return what lookup proposes for slots where it is right; note what it names next for all."""
+        found = self.lookup.found(slots, run_min)
+        self._looked |= {slot: tokens[0] for slot, tokens in found.items()}
+        return {slot: tokens for slot, tokens in found.items() if self._right[slot] >= LOOKUP_RIGHT}
 
     def _row(self, slot: int, ends: RowEnds) -> DraftRow | None:
         """Return the row of a slot that the model can continue; None for another."""
@@ -127,5 +144,6 @@ class ModelDrafter:
         """Forget every slot and every request that has ended."""
         self.lookup.forget()
         self.pacing.forget()
-        self._most.clear()
+        for of_slots in (self._most, self._looked, self._right):
+            of_slots.clear()
         self._proposed = frozenset()

@@ -79,6 +79,19 @@ def test_rows_that_the_model_leaves_are_looked_up_by_shorter_runs(drafter: Model
     assert by_slot(drafter.propose([0, 2], {0: end(), 2: end()})).keys() == {2}
 
 
+def test_lookup_is_used_while_it_is_right(drafter: ModelDrafter, model: Counting) -> None:
+    """Behind 1, 2, 3 it names 4. One wrong token of a new request is enough to leave it, a right one to return."""
+    assert by_slot(drafter.propose([1], {1: end()}))[1][0] == 4
+    assert not model.asked
+    for token, is_used in ((9, False), (4, False), (4, True), (9, False), (9, True)):
+        drafter.append(1, [token, 1, 2, 3])  # the run again
+        assert drafter.lookup.found([1])[1][0] == token, "the latest occurrence"
+        asked = len(model.asked)
+        drafter.propose([1], {1: end()})
+        assert (len(model.asked) == asked) is is_used, token
+        drafter.pacing.verified([(1, 2, 2)])  # the model stays due
+
+
 def test_more_rows_than_the_model_takes_get_none_of_its_tokens(drafter: ModelDrafter, model: Counting) -> None:
     ends = {slot: end() for slot in (0, 3, 4, 5)}
     assert by_slot(drafter.propose([*ends], ends)) == {}
