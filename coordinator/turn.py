@@ -309,7 +309,16 @@ class TurnLoop:
     # -------------------------------------------------------------------------------------------------------- effects
 
     def _carry_out(self) -> None:
-        """Carry out pending effects, and those that follow from them."""
+        """Carry out pending effects, and those that follow from them.
+
+        Workers get theirs before clients: a device that waits for its next step waits for no token to be sent.
+        """
+        if self._unwritten:
+            self._write()
+        if first := [effect for effect in self._effects if isinstance(effect, ToWorker)]:
+            self._effects = deque(effect for effect in self._effects if not isinstance(effect, ToWorker))
+            for each in first:
+                self._to_worker(each.worker, each.message)
         while self._effects:
             if self._unwritten:
                 self._write()  # a slow client causes further events while effects are carried out
