@@ -18,6 +18,7 @@ CLASSES = frozenset({"Thread", "Timer"})
 # state.
 ALLOWED: dict[str, str] = {
     "worker/device/check.py": "compiles kernels in parallel",
+    "worker/device/host_memory.py": "page-locks the host file while weights are read",
     "worker/loading/early_checks.py": "compiles kernels while weights are read",
     "worker/loading/split.py": "reads tensors of a rank in parallel",
     "worker/loading/weight_stream.py": "reads pieces of files in parallel",

@@ -63,6 +63,60 @@ class MappedBlocks:
         self.memory: npt.NDArray[np.uint8] = whole[PAGE + 2 * numbers :]
         self.data = self.memory.reshape(blocks, block_bytes)
 
+    def close(self) -> None:
+        """Unmap the file.
+
+        Raises:
+            BufferError: Another object has a view.
+        """
+        self.tags = self.sums = np.zeros(0, np.uint64)
+        self.data, self.memory = np.zeros((0, 0), np.uint8), np.zeros(0, np.uint8)
+        self.map.close()
+
+
+class FoundFile:
+    """The mapped and locked file of an earlier process, whatever its layout.
+
+    Attributes:
+        fd: Its descriptor, which holds the lock.
+        blocks: Number of blocks.
+        block_bytes: Bytes of a block.
+        mapped: Its parts.
+    """
+
+    def __init__(self, fd: int, head: bytes) -> None:
+        self.fd, self._head = fd, head
+        *_, self.blocks, self.block_bytes = _HEAD.unpack(head)
+        self.mapped = MappedBlocks(fd, self.blocks, self.block_bytes)
+
+    def fits(self, layout: str, blocks: int, block_bytes: int) -> bool:
+        """Return whether a `HostFile` with these arguments finds the content of this one."""
+        return _id_of(self._head, _digest_of(layout), blocks, block_bytes) is not None
+
+    def close(self) -> None:
+        """Unmap and unlock the file. No other object has a view."""
+        self.mapped.close()
+        os.close(self.fd)
+
+
+def find_file(path: Path) -> FoundFile | None:
+    """Map and lock the file of an earlier process; None if there is none, or if a process has it."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        head, found = os.pread(fd, _HEAD.size, 0), os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and len(head) == _HEAD.size:
+            magic, *_, blocks, block_bytes = _HEAD.unpack(head)
+            if magic == MAGIC and blocks and block_bytes and file_bytes(blocks, block_bytes) == found.st_size:
+                return FoundFile(fd, head)
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
 
 class HostFile:
     """A mapped and locked file.
@@ -72,6 +126,8 @@ class HostFile:
         layout: All that determines what the bytes of a block mean, apart from its tokens.
         blocks: Number of blocks.
         block_bytes: Bytes of a block.
+        lock_wait_s: How long to wait for an earlier process.
+        opened: The file at this path, if it was opened before and fits. It must not be closed then.
 
     Attributes:
         identity: Equal for two processes if the second finds what the first has written: 32 hex digits.
@@ -87,14 +143,21 @@ class HostFile:
     """
 
     def __init__(
-        self, path: Path, layout: str, blocks: int, block_bytes: int, lock_wait_s: float = LOCK_WAIT_S
+        self,
+        path: Path,
+        layout: str,
+        blocks: int,
+        block_bytes: int,
+        lock_wait_s: float = LOCK_WAIT_S,
+        opened: FoundFile | None = None,
     ) -> None:
+        assert opened is None or opened.fits(layout, blocks, block_bytes)
         self.path, self.blocks = path, blocks
-        size = file_bytes(blocks, block_bytes)
-        digest = hashlib.blake2b(f"{layout} {_host_boot()}".encode(), digest_size=32).digest()
-        self._fd = _open(path)
+        size, digest = file_bytes(blocks, block_bytes), _digest_of(layout)
+        self._fd = _open(path) if opened is None else opened.fd
         try:
-            _lock(self._fd, path, lock_wait_s)
+            if opened is None:
+                _lock(self._fd, path, lock_wait_s)
             head = os.pread(self._fd, _HEAD.size, 0)
             file_id = _id_of(head, digest, blocks, block_bytes) if os.fstat(self._fd).st_size == size else None
             self.found = file_id is not None
@@ -102,13 +165,13 @@ class HostFile:
                 file_id = os.urandom(16)
                 _clear(self._fd, path, size)
                 os.pwrite(self._fd, _HEAD.pack(MAGIC, file_id, digest, blocks, block_bytes), 0)
-            mapped = MappedBlocks(self._fd, blocks, block_bytes)
+            self._mapped = MappedBlocks(self._fd, blocks, block_bytes) if opened is None else opened.mapped
         except BaseException:
             os.close(self._fd)
             raise
         self.identity = hashlib.blake2b(file_id + digest, digest_size=IDENTITY_BYTES).hexdigest()
-        self._map, self.tags, self.sums = mapped.map, mapped.tags, mapped.sums
-        self.memory, self.data = mapped.memory, mapped.data
+        self.tags, self.sums = self._mapped.tags, self._mapped.sums
+        self.memory, self.data = self._mapped.memory, self._mapped.data
 
     def fileno(self) -> int:
         """Return the descriptor, which holds the lock. A process that inherits it holds the lock too."""
@@ -119,10 +182,15 @@ class HostFile:
         self.tags = self.sums = np.zeros(0, np.uint64)
         self.data, self.memory = np.zeros((0, 0), np.uint8), np.zeros(0, np.uint8)
         try:
-            self._map.close()
+            self._mapped.close()
         except BufferError:  # a view is left: the end of the process unmaps the file
             return
         os.close(self._fd)
+
+
+def _digest_of(layout: str) -> bytes:
+    """Return the digest of a layout and the host's boot."""
+    return hashlib.blake2b(f"{layout} {_host_boot()}".encode(), digest_size=32).digest()
 
 
 def file_bytes(blocks: int, block_bytes: int) -> int:

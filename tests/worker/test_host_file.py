@@ -10,7 +10,7 @@ import pytest
 
 from kvforge.protocol.errors import InvalidConfiguration, WorkerError
 from kvforge.worker import host_file
-from kvforge.worker.host_file import PAGE, HostFile, host_path
+from kvforge.worker.host_file import PAGE, HostFile, find_file, host_path
 
 LAYOUT, BLOCKS, SIZE = "layout", 5, 48
 
@@ -119,3 +119,37 @@ def test_tags_and_blocks_are_apart_on_their_pages(tmp_path: Path) -> None:
     assert (whole[5 * PAGE :] == 2).all() and (whole[PAGE : PAGE + 4800].view(np.uint64) == 1).all()
     assert (whole[3 * PAGE : 3 * PAGE + 4800].view(np.uint64) == 3).all()
     file.close()
+
+
+# behaviour: a file can be opened before its layout is known, by one process, and is then found with its content
+def test_a_file_is_found_before_its_layout_is_known(tmp_path: Path) -> None:
+    assert find_file(tmp_path / "file") is None
+    first = opened(tmp_path / "file")
+    first.tags[2], identity = 5, first.identity
+    assert find_file(tmp_path / "file") is None, "a process has it"
+    first.close()
+    found = find_file(tmp_path / "file")
+    assert found is not None and (found.blocks, found.block_bytes) == (BLOCKS, SIZE)
+    assert found.fits(LAYOUT, BLOCKS, SIZE)
+    assert not any((found.fits("other", BLOCKS, SIZE), found.fits(LAYOUT, 4, SIZE), found.fits(LAYOUT, BLOCKS, 56)))
+    second = HostFile(tmp_path / "file", LAYOUT, BLOCKS, SIZE, opened=found)
+    assert second.found and second.identity == identity and second.tags[2] == 5
+    with pytest.raises(WorkerError, match="another process"):
+        opened(tmp_path / "file")
+    second.close()
+    found = find_file(tmp_path / "file")
+    assert found is not None
+    found.close()
+    opened(tmp_path / "file").close()
+
+
+@pytest.mark.parametrize("at", [0, 56, 64])
+def test_a_file_with_another_head_is_not_found(at: int, tmp_path: Path) -> None:
+    opened(tmp_path / "file").close()
+    with (tmp_path / "file").open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    assert find_file(tmp_path / "file") is None
+    opened(tmp_path / "file").close()

@@ -8,7 +8,7 @@ target.py       an architecture as kernels see it; targets.py: the table of arch
 file_pages.py   releases pages of libraries that only loading needed
 check.py        judges kernels at a worker's start, many at once; compilation.py: counts what is compiled
 block_buffers.py   whole blocks of a pool as rows of bytes with checksums; block_copies.py: its kernel
-host_memory.py  registers memory of a file; side_queue.py: a second queue for copies
+host_memory.py  page-locks memory of a file, piece by piece; side_queue.py: a second queue for copies
 overlap.py      kernels that start before the previous one has ended; copies.py: small copies, as a kernel
 
 Law: code outside never asks for the kind of device, only for its capabilities. Every package above `cpu`

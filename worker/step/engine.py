@@ -33,7 +33,7 @@ from kvforge.worker.model_path import find_draft_model, find_model
 
 from .disk_opening import disk_layout, open_disk_tier
 from .graphs import CAPTURE_S
-from .host_opening import open_host_tier
+from .host_opening import begin_host_tier, open_host_tier
 from .memory import (
     DeviceBytes,
     MemoryAccounts,
@@ -101,8 +101,13 @@ class Engine:
         check_drafts(config, welcome)
         self._accounts = MemoryAccounts(self.device)
         self._progress = progress
-        self.ranks = self._meet(meeting)
-        self.model: LoadedModel = self._load(welcome)
+        ahead = begin_host_tier(config, self.device)
+        try:
+            self.ranks = self._meet(meeting)
+            self.model: LoadedModel = self._load(welcome)
+        finally:
+            if ahead is not None:
+                ahead.end()  # before anything is captured
         check_states(self.model, welcome)
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
@@ -118,7 +123,7 @@ class Engine:
         info = self.model.info
         log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
         log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
-        self.host = open_host_tier(config, self.model, self.pool)
+        self.host = open_host_tier(config, self.model, self.pool, ahead)
         layout = disk_layout(config, self.model)  # of all ranks, with a disk tier or not: each waits for the others
         self.disk = open_disk_tier(config, layout, self.pool, self.host) if self.host is not None else None
         for what, kernel in self.kernels().items():
@@ -164,7 +169,12 @@ class Engine:
             self.device.release_cached()
 
     def use_idle_time(self) -> bool:
-        """Do one piece of work that was left for idle time, the capture of a graph; return whether there is more."""
+        """Do one piece of work that was left for idle time; return whether there is more.
+
+        It page-locks a piece of the host file, or captures a graph.
+        """
+        if self.host is not None and self.host.lock_next():
+            return True
         graphs = self.runner.graphs
         if graphs is None or self.ranks is not None:
             return False

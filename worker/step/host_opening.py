@@ -10,7 +10,9 @@ from kvforge import __version__
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.config import WorkerConfig
-from kvforge.worker.host_file import HostFile, host_path
+from kvforge.worker.device.device import Device
+from kvforge.worker.device.host_memory import LockedPieces, registrar_of
+from kvforge.worker.host_file import FoundFile, HostFile, find_file, host_path
 from kvforge.worker.loading.model import LoadedModel
 
 from .host_transfers import HostTransfers
@@ -18,13 +20,63 @@ from .host_transfers import HostTransfers
 log = logging.getLogger("worker")
 
 
-def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> HostTransfers | None:
+class HostAhead:
+    """The host file of an earlier worker, which is page-locked while the model is loaded.
+
+    Attributes:
+        found: The file.
+        pieces: Its memory.
+    """
+
+    def __init__(self, found: FoundFile, pieces: LockedPieces) -> None:
+        self.found, self.pieces = found, pieces
+        pieces.begin_ahead()
+
+    def end(self) -> None:
+        """Lock no more pieces."""
+        self.pieces.end_ahead()
+
+    def close(self) -> None:
+        """Give the file up."""
+        self.pieces.close()
+        self.found.close()
+
+
+def begin_host_tier(config: WorkerConfig, device: Device) -> HostAhead | None:
+    """Begin to lock the memory of the host file that an earlier worker has left.
+
+    Args:
+        config: The worker's configuration.
+        device: Its device.
+
+    Returns:
+        The file; None where nothing needs to be locked, or there is no file of this size.
+
+    Raises:
+        InvalidConfiguration: Names `host_dir`.
+    """
+    registrar = registrar_of(device)
+    if not config.host_bytes or registrar is None:
+        return None
+    found = find_file(host_path(config.host_dir, config.runtime_path, name_of(config)))
+    if found is None:
+        return None
+    if found.blocks != config.host_bytes // found.block_bytes:
+        found.close()
+        return None
+    return HostAhead(found, LockedPieces(registrar, found.mapped.memory, found.block_bytes))
+
+
+def open_host_tier(
+    config: WorkerConfig, model: LoadedModel, pool: KvPool, ahead: HostAhead | None = None
+) -> HostTransfers | None:
     """Open the host file of a worker.
 
     Args:
         config: The worker's configuration.
         model: Its model.
         pool: Its pool.
+        ahead: What `begin_host_tier` returned, ended. It is closed here if it has another layout.
 
     Returns:
         The copies from and to the file; None if none is configured.
@@ -40,15 +92,16 @@ def open_host_tier(config: WorkerConfig, model: LoadedModel, pool: KvPool) -> Ho
     if not blocks:
         problem = f"{config.host_bytes} bytes hold no block; one takes {geometry.bytes_per_block}"
         raise InvalidConfiguration("host_bytes", problem)
-    path = host_path(config.host_dir, config.runtime_path, name_of(config))
-    file = HostFile(path, layout_of(config, model), blocks, geometry.bytes_per_block)
+    path, layout = host_path(config.host_dir, config.runtime_path, name_of(config)), layout_of(config, model)
+    if ahead is not None and not ahead.found.fits(layout, blocks, geometry.bytes_per_block):
+        ahead.close()
+        ahead = None
+    opened = ahead.found if ahead is not None else None
+    file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened)
     log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
-    transfers = HostTransfers(pool, file)
-    if transfers.problem:
-        log.warning(
-            "host tier: %s refuses the file's memory (%s): copies take a detour", model.device.name, transfers.problem
-        )
-    return transfers
+    if ahead is not None:
+        log.info("host tier: %d of %d pieces are page-locked", *ahead.pieces.counts)
+    return HostTransfers(pool, file, ahead.pieces if ahead is not None else None)
 
 
 def name_of(config: WorkerConfig) -> str:

@@ -9,7 +9,8 @@ steps, through buffers on the device:
 - from the host, a second queue fills the buffers as soon as the step is launched, while the step before still runs.
   The blocks are scattered in the steps' queue, which waits for them.
 
-A queue waits for another one only to use a buffer again. The host waits for none.
+A queue waits for another one only to use a buffer again. The host waits for none. It page-locks pieces of the file that
+are not locked yet (`LockedPieces`) before it queues their first copy.
 
 Beside a block lie its tag, which names what the coordinator expects in it, and the checksum of its bytes. A block that
 is read and has another tag or checksum is reported with the step's result (`LoadedBlocks.settle`). It is a miss: the
@@ -18,6 +19,7 @@ coordinator has its rows computed again.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 
@@ -32,7 +34,7 @@ from kvforge.worker.attention.quantised import as_bytes
 from kvforge.worker.checksums import Sums
 from kvforge.worker.device.block_buffers import BlockBuffers, PendingSums
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.host_memory import RegisteredMemory
+from kvforge.worker.device.host_memory import LockedPieces, registrar_of
 from kvforge.worker.device.queue import DeviceEvent
 from kvforge.worker.device.side_queue import SideQueue
 from kvforge.worker.host_file import HostFile
@@ -42,6 +44,7 @@ BUFFER_BYTES = 16 << 20  # of one buffer on a GPU: large enough for a copy engin
 CPU_BUFFER_BYTES = 4 << 20
 BUFFERS = 6  # in each direction: so much is copied without a step waiting for it
 Indices = npt.NDArray[np.int64]
+log = logging.getLogger("worker")
 
 
 def buffer_blocks(device: Device, block_bytes: int) -> int:
@@ -173,20 +176,26 @@ class LoadedBlocks:
 class HostTransfers:
     """Copies blocks of one pool to and from one file.
 
+    Args:
+        pool: The pool.
+        file: The file.
+        memory: The file's memory, if pieces are page-locked already. It is closed with this object.
+
     Attributes:
         file: The file.
         problem: Why the device cannot reach the file's memory, so that copies go through page-locked buffers; "".
     """
 
-    def __init__(self, pool: KvPool, file: HostFile) -> None:
+    def __init__(self, pool: KvPool, file: HostFile, memory: LockedPieces | None = None) -> None:
         device = pool.device
         self._device, self.file = device, file
         octets = (
             cache.view(torch.uint8) if cache.dtype != torch.uint8 else as_bytes(cache) for cache in pool.tensors()
         )
         self._pool = BlockBuffers(device, list(octets))
-        self._memory = RegisteredMemory(device, file.memory)
-        self.problem = self._memory.problem
+        if memory is None:
+            memory = LockedPieces(registrar_of(device), file.memory, self._pool.block_bytes)
+        self._memory, self.problem = memory, ""
         self._blocks = torch.from_numpy(file.data)  # [host blocks, bytes] uint8
         self._at_once = buffer_blocks(device, self._pool.block_bytes)
         self._out, self._in = SideQueue(device), SideQueue(device)
@@ -196,12 +205,35 @@ class HostTransfers:
             self._in_ring = [self._buffer() for _ in range(count)]
             device.synchronize()  # the side queues may not overtake earlier work in the same memory
         self._saved: list[SavedBlocks] = []  # not settled yet
+        self.lock_next()  # a file that cannot be locked is noticed at the start
 
     def _buffer(self) -> Buffer:
         size = self._at_once * self._pool.block_bytes
         rows = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
-        bounce = self._device.host_buffer(size, torch.uint8).view(self._at_once, -1) if self.problem else None
-        return Buffer(rows.view(self._at_once, -1), bounce)
+        return Buffer(rows.view(self._at_once, -1), None)
+
+    def lock_next(self) -> bool:
+        """Page-lock a piece of the file that is not locked yet; return whether there is another one."""
+        more = self._memory.lock_next()
+        self._note_refusal()
+        return more
+
+    def _lock(self, hosts: Indices) -> None:
+        """Page-lock what copies from and to host blocks need, [n]. If that is refused, all later ones take a detour."""
+        if not self._memory.lock(hosts):
+            self._note_refusal()
+
+    def _note_refusal(self) -> None:
+        """Let copies take a detour once a piece of the file was refused."""
+        if self.problem or not self._memory.problem:
+            return
+        self.problem = self._memory.problem
+        name = self._device.name
+        log.warning("host tier: %s refuses the file's memory (%s): copies take a detour", name, self.problem)
+        with self._device.errors("allocating buffers of the host tier"):
+            for buffer in (*self._out_ring, *self._in_ring):
+                octets = self._device.host_buffer(buffer.rows.numel(), torch.uint8)
+                buffer.bounce = octets.view(buffer.rows.shape)
 
     def save(self, copies: Int32Array) -> SavedBlocks:
         """Queue copies of blocks to the host. Each gets its tag when they are settled.
@@ -218,6 +250,7 @@ class HostTransfers:
         blocks = self._pool.begin(sources)
         for at in range(0, sources.size, self._at_once):
             part = slice(at, at + self._at_once)
+            self._lock(hosts[part])
             buffer = self._next(self._out_ring)
             count = len(hosts[part])
             if buffer.free is not None:
@@ -258,6 +291,7 @@ class HostTransfers:
         blocks = self._pool.begin(targets)
         for at in range(0, targets.size, self._at_once):
             part = slice(at, at + self._at_once)
+            self._lock(hosts[part])
             buffer = self._next(self._in_ring)
             count = len(hosts[part])
             if buffer.free is not None:
@@ -305,8 +339,11 @@ class HostTransfers:
         return ring[-1]
 
     def _copy(self, hosts: Indices, rows: torch.Tensor, into_file: bool) -> None:
-        """Queue copies between rows and the file: one for each run of neighbours."""
-        begins = np.flatnonzero(np.diff(hosts, prepend=-2) != 1)
+        """Queue copies between rows and the file: one for each run of neighbours in a page-locked piece."""
+        apart = np.diff(hosts, prepend=-2) != 1
+        if self._memory.piece_blocks:
+            apart |= hosts % self._memory.piece_blocks == 0
+        begins = np.flatnonzero(apart)
         for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(hosts)], strict=True):
             host = int(hosts[begin])
             ours, there = rows[begin:end], self._blocks[host : host + end - begin]

@@ -13,19 +13,25 @@ import numpy as np
 import pytest
 import torch
 
+from kvforge.protocol.configuration import convert
 from kvforge.protocol.messages import MISSED_CHECKSUM, MISSED_TAG, Step
 from kvforge.worker.attention.pool import KvGeometry, KvPool, LayerShape
 from kvforge.worker.attention.quantised import as_bytes
 from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.checksums import checksums, weights_of
+from kvforge.worker.config import WorkerConfig
 from kvforge.worker.device import host_memory
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.device.host_memory import LockedPieces
 from kvforge.worker.device.queue import DeviceEvent
 from kvforge.worker.host_file import HostFile
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.step import host_opening
+from kvforge.worker.step.host_opening import begin_host_tier, open_host_tier
 from kvforge.worker.step.host_transfers import HostTransfers, bad_host_copies
 from kvforge.worker.step.loop import pool_local
 from kvforge.worker.step.runner import HostCopyError
+from tests.worker.device.registrar import FakeRegistrar
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin, i4
 
 PROMPT = PROMPTS[0]  # 9 tokens: blocks 0 to 2 of slot 0, one token in the last
@@ -264,6 +270,127 @@ def test_memory_that_the_device_cannot_reach_is_copied_through_buffers(bench: Be
     assert [content(bench.pool, block) for block in (7, 8, 9)] == before
 
 
+def locking(pool: KvPool, folder: Path, registrar: FakeRegistrar, hosts: int = 2048) -> HostTransfers:
+    """Return copies from and to a file that is page-locked in pieces of a few blocks."""
+    file = HostFile(folder / "locked", "layout", hosts, pool.geometry.bytes_per_block)
+    registrar.base = file.memory.ctypes.data
+    return HostTransfers(pool, file, LockedPieces(registrar, file.memory, pool.geometry.bytes_per_block, 1))
+
+
+# behaviour: each copy is within a piece that was locked before it, and a piece is locked once
+def test_pieces_are_locked_before_their_first_copy(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar, copied = FakeRegistrar(), list[int]()
+    host = locking(bench.pool, tmp_path, registrar)
+    assert registrar.places == [0], "a refusal would be known at the start"
+    each = host._memory.piece_blocks
+    assert each > 1, "runs of blocks that cross a border"
+    run = HostTransfers._copy
+
+    def checked(self: HostTransfers, hosts: Any, rows: torch.Tensor, into_file: bool) -> None:
+        for block in hosts.tolist():
+            size = bench.pool.geometry.bytes_per_block
+            assert registrar.holds(self.file.data[block].ctypes.data, size), "a copy of memory that is not locked"
+        copied.extend(hosts.tolist())
+        run(self, hosts, rows, into_file)
+
+    monkeypatch.setattr(HostTransfers, "_copy", checked)
+    targets: list[tuple[int, int]] = []
+    real = torch.Tensor.copy_
+
+    def noted(self: torch.Tensor, source: torch.Tensor, **more: Any) -> torch.Tensor:
+        targets.append((self.data_ptr(), self.numel()))
+        return real(self, source, **more)
+
+    bench.run([(0, 0, PROMPT, 1)], begins=(begin(0),))
+    before = [content(bench.pool, block) for block in range(3)]
+    border = 3 * each
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    host.save(copies((0, border - 1, 9), (1, border, 8), (2, border + 1, 7))).settle()
+    monkeypatch.setattr(torch.Tensor, "copy_", real)
+    begin_at, end_at = host.file.memory.ctypes.data, host.file.memory.ctypes.data + host.file.memory.nbytes
+    into_file = [(at, size) for at, size in targets if begin_at <= at < end_at]
+    assert len(into_file) == 2 and all(registrar.holds(at, size) for at, size in into_file), "cut at the border"
+    assert registrar.places == [0, 2, 3]
+    assert not host.load(copies((7, border - 1, 9), (8, border, 8), (9, border + 1, 7))).settle().size
+    assert [content(bench.pool, block) for block in (7, 8, 9)] == before
+    assert registrar.places == [0, 2, 3] and copied == 2 * [border - 1, border, border + 1]
+    while host.lock_next():
+        pass
+    assert sorted(registrar.places) == list(range(len(registrar.places)))
+    host.close()
+    assert not registrar.locked
+
+
+# behaviour: once a piece is refused all copies take a detour, the bits stay the same, and the log says it once
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_copies_go_on_after_a_refusal(
+    refused: int, bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registrar = FakeRegistrar(refused={refused})
+    host = locking(bench.pool, tmp_path, registrar)
+    bench.run([(0, 0, PROMPT, 1)], begins=(begin(0),))
+    before = [content(bench.pool, block) for block in range(3)]
+    far = 2047
+    host._at_once = 1
+    host.save(copies((0, 4, 9), (1, far, 8), (2, 900, 7))).settle()
+    assert not host.load(copies((7, 4, 9), (8, far, 8), (9, 900, 7))).settle().size
+    assert [content(bench.pool, block) for block in (7, 8, 9)] == before
+    assert host.problem == "refused" and not host.lock_next() and len(registrar.calls) == refused + 1
+    assert [record.message for record in caplog.records if "copies take a detour" in record.message] == [
+        f"host tier: {bench.pool.device.name} refuses the file's memory (refused): copies take a detour"
+    ]
+    host.close()
+    assert not registrar.locked
+
+
+def settings_of(folder: Path, blocks: int, each: int, **more: Any) -> WorkerConfig:
+    own = {"name": "w", "model": "m", "runtime_dir": str(folder), "host_dir": str(folder), "host_bytes": blocks * each}
+    return convert({**own, **more}, WorkerConfig)
+
+
+# behaviour: a successor locks the file while it loads its model, and serves from it if the layout is the same
+@pytest.mark.parametrize("change", ["", "layout", "blocks", "in use", "none"])
+def test_a_successor_locks_the_file_before_its_model_is_there(
+    change: str, model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar = FakeRegistrar()
+    monkeypatch.setattr(host_opening, "registrar_of", lambda _device: registrar)
+    pool = KvPool(model.geometry, 4, model.device)
+    config = settings_of(tmp_path, HOST_BLOCKS, model.geometry.bytes_per_block)
+    if change != "none":
+        first = open_host_tier(config, model, pool)
+        assert first is not None
+        first.save(copies((1, 8, 3))).settle()
+        identity = first.file.identity
+        if change != "in use":
+            first.close()
+    if change == "layout":
+        config = settings_of(tmp_path, HOST_BLOCKS, model.geometry.bytes_per_block, determinism="fast")
+    elif change == "blocks":
+        config = settings_of(tmp_path, HOST_BLOCKS + 1, model.geometry.bytes_per_block)
+    ahead = begin_host_tier(config, model.device)
+    assert (ahead is not None) == (change in ("", "layout"))
+    if change == "in use":
+        assert first is not None
+        first.close()
+    if ahead is not None:
+        registrar.base = 0
+        ahead.end()
+    host = open_host_tier(config, model, pool, ahead)
+    assert host is not None
+    same = change in ("", "in use")
+    assert host.file.found == same
+    if same:
+        assert host.file.identity == identity and not host.load(copies((2, 8, 3))).settle().size
+    assert (host._memory is (ahead.pieces if ahead is not None else None)) == (change == "")
+    host.close()
+    assert not registrar.locked
+    HostFile(host.file.path, "layout", 1, 8, lock_wait_s=0.0).close()
+    pool.close()
+
+
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder in the host's memory: CUDA refuses to register a file on a disk (error 1)."""
@@ -282,7 +409,7 @@ def test_copies_run_beside_the_work_of_a_gpu(
     if not device.runs_kernels:
         pytest.skip("no GPU here")
     if not registered:
-        monkeypatch.setattr(host_memory.RegisteredMemory, "_register", lambda *_: "refused")
+        monkeypatch.setattr(host_memory.DeviceRegistrar, "register", lambda *_: "refused")
     geometry = KvGeometry((LayerShape(8, 128),) * 4, 16, kv_dtype)
     blocks, hosts = 300, 400
     pool, copied = KvPool(geometry, blocks, device), np.arange(blocks)
