@@ -1,10 +1,16 @@
 """A worker that is killed under load: time until every stream goes on, and tokens computed again, by tier.
 
-    python -m benchmarks.host_killed [--sequences 64] [--tokens 8192] [--json FILE]    one GPU
-    python -m benchmarks.host_killed --tiny                                            a tiny model, to try it
+    python -m benchmarks.host_killed [--sequences 64] [--kv fp8]        one GPU
+    python -m benchmarks.host_killed --tiny                             a tiny model, to try it
 
 Dummy weights of Llama-3.1-8B, through coordinator and client. So many requests with random prompts decode. The worker
 is killed with SIGKILL, with a tier once the host file has all full blocks of the prompts, and started again at once.
+With `--caught-up` it is killed once the file has all full blocks of prompts and answers except two of each sequence, as
+in a service that has run for a while: write-back begins with the prompts, and answers grow meanwhile.
+
+The host file needs as much memory as the pool: 36 GiB for 32 sequences with answers of 900 tokens, 76 GiB for 64 with
+1,536, and about half with `--kv fp8`. It must fit into /dev/shm, since a file on a disk cannot be page-locked.
+
 Measured from the kill: until every stream has another token, and how many tokens were computed again. The tokens of
 both sides are compared.
 """
@@ -20,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.worker.attention.pool import KvGeometry, LayerShape
+
 from .gpu_step import tiny_model
 from .host_tier import BUSY_BLOCKS, HEAD, HEADS, LAYERS, MODEL, host_folder
 from .installation import Installation
@@ -28,10 +36,10 @@ from .step_plan import BLOCK_SIZE, VOCABULARY, Plan
 from .step_served import open_served, wait_ready
 
 WRITEBACK = 64  # blocks of a step
-BF16 = 2
 TINY = {"sequences": 3, "tokens": 200}
 TINY_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4  # of a block: layers, K and V, heads, tokens, numbers of a head
 SIDE_S = 300.0
+MEMORY = "/dev/shm"  # noqa: S108 - folders in it are new
 
 
 def killed(installation: Installation, options: argparse.Namespace, saved_blocks: int) -> dict[str, Any]:
@@ -39,6 +47,7 @@ def killed(installation: Installation, options: argparse.Namespace, saved_blocks
     from kvforge import Client, SamplingParams
 
     rng, worker = np.random.default_rng(0), installation.children[1]
+    caught_up = bool(saved_blocks and options.caught_up)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     with Client(installation.endpoint, timeout_s=60.0, stream_timeout_s=SIDE_S) as kv:
         wait_ready(kv, installation)
@@ -49,7 +58,7 @@ def killed(installation: Installation, options: argparse.Namespace, saved_blocks
             if token.offset >= 16:
                 waiting.discard(request)
             asks = not waiting and request is running[-1] and token.offset % 16 == 0
-            if asks and kv.stats().pools[0].host_saved_total >= saved_blocks:
+            if asks and kv.stats().pools[0].host_saved_total >= saved_blocks + (behind(running) if caught_up else 0):
                 break
         at_kill = [len(request.tokens) for request in running]
         assert max(at_kill) < options.answer, "answers ended before the file had all blocks"
@@ -78,16 +87,24 @@ def killed(installation: Installation, options: argparse.Namespace, saved_blocks
     }
 
 
+def behind(running: list[Any]) -> int:
+    """Return the full blocks of the answers so far, except two of each sequence."""
+    return sum(max(0, len(request.tokens) // BLOCK_SIZE - 2) for request in running)
+
+
 def main() -> None:
     """Measure both sides and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192, help="of each prompt")
     parser.add_argument("--answer", type=int, default=1536, help="tokens of each answer")
+    parser.add_argument("--kv", default="bfloat16", help="dtype of K and V [bfloat16]")
+    parser.add_argument("--caught-up", action="store_true", help="kill once the file has the answers too")
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
-    each, model = 2 * LAYERS * HEADS * HEAD * BF16 * BLOCK_SIZE, MODEL
+    each, model = KvGeometry((LayerShape(HEADS, HEAD),) * LAYERS, BLOCK_SIZE, options.kv).bytes_per_block, MODEL
+    kv = "auto" if options.tiny or options.kv == "bfloat16" else options.kv
     if options.tiny:
         vars(options).update(TINY)
         each, model = TINY_BYTES, ""
@@ -95,6 +112,9 @@ def main() -> None:
     full = options.sequences * (options.tokens // BLOCK_SIZE)
     found: dict[str, dict[str, Any]] = {}
     with host_folder(held * each) as folder:
+        if not folder.startswith(MEMORY) and not options.tiny:
+            gib = held * each / (1 << 30)
+            parser.error(f"{MEMORY} has no room for a host file of {gib:.0f} GiB: fewer --sequences, or --kv fp8")
         if options.tiny:
             model = tiny_model(Path(folder), options.tokens + options.answer)
         sides: dict[str, tuple[dict[str, Any], dict[str, int], int]] = {
@@ -103,7 +123,7 @@ def main() -> None:
         }
         for side, (host, cache, saved) in sides.items():
             worker = tuple({"blocks": held, **host}.items())
-            plan = Plan(model, (options.sequences,), options.tokens, 8, 8192, options.tiny, worker=worker)
+            plan = Plan(model, (options.sequences,), options.tokens, 8, 8192, options.tiny, kv, worker=worker)
             with open_served(plan, 1, options.tokens + options.answer + 16, cache=cache) as installation:
                 found[side] = killed(installation, options, saved)
                 print(f"{side}: {found[side]['start']}", file=sys.stderr)
