@@ -41,6 +41,7 @@ from ..core.requests.prompt_logprobs import PromptLogprobs
 from ..core.requests.request import Request
 from ..core.requests.streams import StreamRows
 from ..core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
+from ..core.scheduling.rows import BATCH_PRIORITY
 from ..core.workers.teams import RANKS_MAX, Team
 from ..core.workers.worker import Worker
 from . import declared as d
@@ -185,6 +186,7 @@ class _Restoring:
         }
         queue._parked = {requests[place].id: requests[place] for place in waiting.parked}
         queue._departures.extend(waiting.departures)
+        queue.batches = sum(request.priority == BATCH_PRIORITY for request in queue)
 
     def _streams(self, saved: d.SavedStreams) -> None:
         streams = self._fields.restore(self._machine.streams, saved, "rows")

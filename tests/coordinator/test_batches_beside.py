@@ -337,3 +337,31 @@ def test_few_rows_leave_one_and_fewer_none(rows: int, running: int) -> None:
     (group,) = driver.machine.cache.groups.values()
     assert group.running == running
     driver.run_until_idle()
+
+
+def test_where_batches_alone_wait_for_rows_none_is_tried_until_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try takes time that a step would wait for."""
+    driver, _ = service()
+    requests = [driver.submit([at, 2, 3], 2 + at % 5, priority=BATCH) for at in range(1, 31)]
+    driver.turn()
+    tried, choose = list[int](), driver.machine.admission.choice.choose
+    monkeypatch.setattr(
+        driver.machine.admission.choice,
+        "choose",
+        lambda request, kept: (tried.append(request.id), choose(request, kept))[1],
+    )
+    more = driver.submit([90, 2], 2, priority=BATCH)
+    for request in (requests[-1], more):
+        told = driver.explain(request_id=request)
+        assert told.facts["limit"] == "step_rows_max"
+        assert any("every worker runs its limit of 15 requests" in sentence for sentence in told.sentences)
+    driver.step()
+    assert not tried
+    driver.run_until_idle()
+    assert sorted(set(tried)) == sorted(tried) == [*requests[15:], more], "each once, when it started"
+    chat, full = driver.submit([50, 51], 3), [driver.submit([at, 2, 3], 3) for at in range(1, 16)]
+    waits = driver.submit([91, 2], 2, priority=BATCH)
+    late = driver.submit([92, 2], 2)
+    driver.run_until_idle()
+    for request in (chat, *full, waits, late):
+        assert driver.answer_of(request)

@@ -22,6 +22,7 @@ from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.draft_choice import CERTAIN
+from ..scheduling.rows import BATCH_PRIORITY
 from ..waits import DISK, GRAMMAR, HOST, SIBLING, Wait
 from .spent import duration, where_time_went
 from .statistics import live_tokens
@@ -183,7 +184,7 @@ class Explainer:
         wait, cache = request.wait or self._untried(request), self._cache
         if wait is None:
             return "", ["nothing holds it back: it starts in the next turn"], {"blocks_short": 0}
-        slots, rows = cache.sequences.id.size, cache.limits.schedule.step_rows_max
+        slots, rows = cache.sequences.id.size, self._rows_max(request)
         other = self._named(seen, wait.other)
         reasons = {
             "workers": "no worker is ready: it starts when one has registered its pool",
@@ -211,7 +212,7 @@ class Explainer:
 
     def _untried(self, request: Request) -> Wait | None:
         """Return what keeps requests from being tried at all, or None."""
-        groups, rows_max = self._cache.groups.values(), self._cache.limits.schedule.step_rows_max
+        groups, rows_max = self._cache.groups.values(), self._rows_max(request)
         if not groups:
             return Wait("workers")
         if not request.sequence_id and not self._cache.sequences.slots_free:
@@ -219,6 +220,10 @@ class Explainer:
         if all(group.running >= rows_max for group in groups):
             return Wait("step_rows_max")
         return None
+
+    def _rows_max(self, request: Request) -> int:
+        """Return the most rows of a worker with which the request starts."""
+        return self._admission.choice.rows_max(batch=request.priority == BATCH_PRIORITY)
 
     def _short(self, request: Request, group: Group) -> tuple[int, str]:
         """Return how many blocks the request lacks in the group now, and the refusal that it would get."""

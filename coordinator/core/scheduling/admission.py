@@ -65,7 +65,7 @@ class Admission:
     def enqueue(self, request: Request) -> None:
         """Queue a new request, which waits for its turn or for its first sibling to compute the prompt."""
         self.waits.admission_due = True
-        request.phases.queued_for = self._why_untried()
+        request.phases.queued_for = self._why_untried(request.priority == BATCH_PRIORITY)
         if self.waits_for_sibling(request):
             self.waiting.park(request)
             self._await_sibling(request)
@@ -79,12 +79,12 @@ class Admission:
         if not self._could_start():
             self._prefetch.bring(request)
 
-    def _why_untried(self) -> str:
+    def _why_untried(self, batch: bool) -> str:
         """Return the limit that keeps all requests from being tried, as `explain` names it; "" if there is none."""
         groups = self._cache.groups.values()
         if not groups:
             return "workers"
-        return "" if any(self.choice.accepts_rows(group) for group in groups) else "step_rows_max"
+        return "" if any(self.choice.accepts_rows(group, batch=batch) for group in groups) else "step_rows_max"
 
     def put_off(self, request: Request) -> None:
         """Take a running request off its slot until its worker may have tried its grammar."""
@@ -163,7 +163,12 @@ class Admission:
         return self.waits.admission_due and self._could_start()
 
     def _could_start(self) -> bool:
-        return bool(self.waiting) and any(self.choice.accepts_rows(group) for group in self._cache.groups.values())
+        """Return whether a worker has a row for one of the requests that wait."""
+        waiting = self.waiting
+        if not waiting.size:
+            return False
+        batches = waiting.batches == waiting.size
+        return any(self.choice.accepts_rows(group, batch=batches) for group in self._cache.groups.values())
 
     def admit(self) -> None:
         """Start waiting requests where there is room."""

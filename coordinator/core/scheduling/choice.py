@@ -97,7 +97,7 @@ class Choice:
             return Wait("away", (WORKER,), group.epoch)
         if group.number in kept:
             return Wait("kept", (FRONT,), group.epoch)
-        if not self.accepts_rows(group) or self._is_left_to_others(group, request):
+        if not self.accepts_rows(group, batch=request.priority == BATCH_PRIORITY):
             return Wait("step_rows_max", (rows_of(group.epoch),), group.epoch)
         if group.running and (self.must_be_alone(request) or self.runs_alone(group)):
             return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
@@ -155,14 +155,14 @@ class Choice:
         shared_max = request.shareable_tokens
         return tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
 
-    def accepts_rows(self, group: Group) -> bool:
-        """Return whether the group can take another row."""
-        return group.running < self._rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
+    def accepts_rows(self, group: Group, *, batch: bool = False) -> bool:
+        """Return whether the group can take another row. batch: of a batch."""
+        return group.running < self.rows_max(batch=batch) and group.begins_bytes < sizes.BEGINS_BYTES_MAX
 
-    def _is_left_to_others(self, group: Group, request: Request) -> bool:
-        """Return whether the row would be one of the last, which batches leave to requests that come."""
-        left = max(1, self._rows_max // LEFT_ROWS) if self._rows_max >= LEFT_ROWS_MIN else 0
-        return request.priority == BATCH_PRIORITY and group.running >= self._rows_max - left
+    def rows_max(self, *, batch: bool) -> int:
+        """Return the most rows of a group with which another one starts. Batches leave the last ones to others."""
+        left = max(1, self._rows_max // LEFT_ROWS) if batch and self._rows_max >= LEFT_ROWS_MIN else 0
+        return self._rows_max - left
 
     def must_be_alone(self, request: Request) -> bool:
         """Return whether the request must run alone because workers died with it, until it is past that point."""

@@ -24,6 +24,7 @@ from ..cache.tenants import Tenants
 from ..clock import Clock
 from ..limits import Limits, microseconds
 from ..requests.request import Request
+from .rows import BATCH_PRIORITY
 
 DEPARTURES = 32
 RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
@@ -32,7 +33,8 @@ RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
 class WaitingQueue:
     """Every pending or preempted request. Iteration yields them in the order in which they are tried.
 
-    `size` counts all. Parked requests wait for another request and are not tried; iteration yields them last.
+    `size` counts all, and `batches` those of batches. Parked requests wait for another request and are not tried;
+    iteration yields them last.
     """
 
     def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
@@ -40,7 +42,7 @@ class WaitingQueue:
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
-        self.size = 0
+        self.size = self.batches = 0
         self.service = tenants.service
         self._virtual = 0.0
         self._departures: deque[int] = deque(maxlen=DEPARTURES)
@@ -73,17 +75,17 @@ class WaitingQueue:
         if tenant not in self._fresh:
             self.service[tenant] = max(self.service[tenant], self._virtual)
         insort(self._fresh.setdefault(tenant, []), self._entry(request), key=_by_time)
-        self.size += 1
+        self._count(request, 1)
 
     def park(self, request: Request) -> None:
         """Add a new request that is not tried until another request has progressed."""
         self._parked[request.id] = request
-        self.size += 1
+        self._count(request, 1)
 
     def unpark(self, request: Request) -> None:
         """Move a parked request to its place in the queue, by its arrival time."""
         del self._parked[request.id]
-        self.size -= 1
+        self._count(request, -1)
         self.add(request)
 
     def is_parked(self, request: Request) -> bool:
@@ -93,7 +95,7 @@ class WaitingQueue:
     def put_back(self, request: Request) -> None:
         """Add a request that ran before."""
         insort(self._returned, (request.admitted_order, request), key=_by_order)
-        self.size += 1
+        self._count(request, 1)
 
     def start(self, request: Request) -> None:
         """Remove a request because it starts."""
@@ -104,8 +106,8 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request that no longer waits."""
+        self._count(request, -1)
         if self._parked.pop(request.id, None) is not None:
-            self.size -= 1
             return
         if request.admitted_order:
             self._returned.remove((request.admitted_order, request))
@@ -114,7 +116,11 @@ class WaitingQueue:
             entries.remove(self._entry(request))
             if not entries:
                 del self._fresh[request.tenant]
-        self.size -= 1
+
+    def _count(self, request: Request, change: int) -> None:
+        self.size += change
+        if request.priority == BATCH_PRIORITY:
+            self.batches += change
 
     def charge(self, tenant: int, tokens: int) -> None:
         """Charge `tokens` computed tokens to the tenant."""
@@ -139,6 +145,8 @@ class WaitingQueue:
         """Check that the lists agree with the count and are in order."""
         queued = len(self._returned) + sum(map(len, self._fresh.values()))
         assert self.size == queued + len(self._parked), "the count of waiting requests is wrong"
+        batches = sum(request.priority == BATCH_PRIORITY for request in self)
+        assert self.batches == batches, "the count of waiting requests of batches is wrong"
         assert all(self._fresh.values()), "an empty list of a tenant"
         for entries in self._fresh.values():
             assert entries == sorted(entries, key=_by_time), "a tenant's queue is out of order"

@@ -322,6 +322,7 @@ WIRING = {
     ("RequestTable", "_ttl_us"),
     ("WaitingQueue", "_ageing_us"),
     ("WaitingQueue", "service"),
+    ("WaitingQueue", "batches"),  # counted anew
     ("WorkerReports", "_crashes_max"),
     ("WorkerReports", "_timeout_us"),
     ("WorkerReports", "_boot"),
