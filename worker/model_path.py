@@ -10,6 +10,8 @@ from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 from .config import WorkerConfig
 
+MTP = "mtp"  # in place of a draft model: the multi-token prediction module of the model's own checkpoint
+
 
 def find_model(config: WorkerConfig) -> str:
     """Locate the configured model and read every file header.
@@ -28,14 +30,14 @@ def find_model(config: WorkerConfig) -> str:
 
 
 def find_draft_model(config: WorkerConfig) -> str:
-    """Locate the configured draft model, as `find_model` does; "" if none is configured.
+    """Locate the configured draft model, as `find_model` does; "" if none is configured, MTP for the model's own heads.
 
     Raises:
         InvalidConfiguration: Names `draft_model`: there is no such model, or its files cannot be read.
         UnsupportedModel: A file is damaged or missing.
     """
-    if not config.draft_model:
-        return ""
+    if config.draft_model in ("", MTP):
+        return config.draft_model
     try:
         return _find(config.draft_model, config.load_format)
     except ModelNotFound as error:

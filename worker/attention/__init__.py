@@ -4,6 +4,7 @@ interface.py    the interface of every implementation; batch.py: the structure o
 mixed_batch.py  the structure of a captured step with prompt tokens
 geometry.py     the layout and the bytes of a block; pool.py: the tensors of a KV pool
 windows.py      layers that keep a window, and their rows in a step; states.py: recurrent states in pages
+hidden_states.py      hidden states of tokens, for heads that draft
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's kernels: decode (decode*.py), prefill (prefill*.py), KV write (write.py);
                       shared_decode*.py: parts that decodes have in common, planned by shared_plan.py

@@ -17,7 +17,7 @@ from kvforge.worker.device.ranks import Ranks
 
 from .heads import Rotary, norm_heads, own_query
 from .interface import LayerOperations
-from .latent import attend_latents
+from .latent import attend_latents, store_latents
 from .layer_weights import (
     ExpertsBeside,
     FeedForward,
@@ -29,6 +29,7 @@ from .layer_weights import (
 )
 from .partition import apply_aligned
 from .positions import RotaryTable
+from .taps import Taps
 from .token_inputs import add_token_block, token_inputs
 
 
@@ -130,10 +131,22 @@ class FusedDecoder:
             normed = normed.index_select(0, logit_tokens)
         return self.logits(normed, logits)
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> torch.Tensor:
-        """Run the layers, and return what the head multiplies: [tokens, hidden], valid until the next pass."""
-        normed = self.operations.decode(self, token_ids, positions, batch, pool) if self.ranks is None else None
-        return self._layers(token_ids, positions, batch, pool) if normed is None else normed
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+        taps: Taps | None = None,
+    ) -> torch.Tensor:
+        """Run the layers, and return what the head multiplies: [tokens, hidden], valid until the next pass.
+
+        taps: keeps what some layers read; None: nothing is kept.
+        """
+        normed = None
+        if self.ranks is None and taps is None:
+            normed = self.operations.decode(self, token_ids, positions, batch, pool)
+        return self._layers(token_ids, positions, batch, pool, taps) if normed is None else normed
 
     def logits(self, normed: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of rows of `hidden`, [n, vocab] float32, in `logits` if it is given."""
@@ -165,20 +178,50 @@ class FusedDecoder:
             logits.view(len(normed), ranks.count, -1).copy_(ranks.gather(share).transpose(0, 1))
 
     def _layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool, taps: Taps | None
     ) -> torch.Tensor:
         """Return the final norm of each token, [tokens, hidden]."""
-        ops = self.operations
         residual, normed = self._embed(token_ids)
-        rotary = [ops.rotary(positions, each.frequencies, each.scaling, self.table.dtype) for each in self.rotary]
+        inputs = None
+        if self.token_inputs is not None:
+            inputs = token_inputs(self.operations, self.token_inputs, token_ids, residual)
+        return self.run_layers(residual, normed, positions, batch, pool, inputs, taps)
+
+    def run_layers(
+        self,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+        inputs: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> torch.Tensor:
+        """Run all layers.
+
+        Args:
+            residual: What the first layer adds to, [tokens, hidden]; changed.
+            normed: What the first layer reads, [tokens, n].
+            positions: [tokens] int64 on the device.
+            batch: Structure of the batch.
+            pool: The KV pool.
+            inputs: Inputs of the layers' third blocks, [tokens, layers, n]; None: none.
+            taps: Keeps what some layers read; None: nothing is kept.
+
+        Returns:
+            The final norm of each token, [tokens, hidden].
+        """
+        ops = self.operations
+        rotary = self._angles(positions)
         scales = {layer.query_scale for layer in self.layers if layer.query_scale is not None}
         query_factors = {scale: scale.factors(positions, residual.dtype) for scale in scales}
-        inputs = None if self.token_inputs is None else token_inputs(ops, self.token_inputs, token_ids, residual)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         places = count()
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             last = None if layer.token_block is not None or layer.output_scale != 1.0 else next_norm
             before, scale, factors = normed, layer.residual_scale, layer.factors
+            if taps is not None and index in taps.layers:
+                taps.found[index] = residual.clone()
             mixed = None if layer.mixer is None else layer.mixer(ops, normed, batch, pool)[None]
             if layer.normed_residual is not None:
                 torch.mul(normed, layer.normed_residual.mixed, out=residual)
@@ -219,6 +262,30 @@ class FusedDecoder:
                     residual.mul_(layer.output_scale)
                 normed = residual if next_norm is None else ops.norm(residual, next_norm)
         return normed
+
+    def write_keys(
+        self, normed: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool, layer: int = 0
+    ) -> None:
+        """Store K and V of a layer, without its attention and its feed-forward block.
+
+        Args:
+            normed: What the layer reads, [tokens, n].
+            positions: [tokens] int64 on the device.
+            batch: Structure of the batch.
+            pool: The KV pool.
+            layer: Its index, also in the pool.
+        """
+        own, rotary = self.layers[layer], self._angles(positions)
+        angles = None if own.rotary is None else rotary[own.rotary]
+        if own.latent is not None and angles is not None:
+            store_latents(self.operations, self.attention, own, normed, angles, pool.layers[layer], batch)
+            return
+        self.project(own, normed, angles, pool.layers[layer], batch)
+
+    def _angles(self, positions: torch.Tensor) -> list[Rotary]:
+        """Return cos and sin of each rotary table."""
+        ops, dtype = self.operations, self.table.dtype
+        return [ops.rotary(positions, each.frequencies, each.scaling, dtype) for each in self.rotary]
 
     def _attend(
         self,

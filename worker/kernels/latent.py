@@ -48,6 +48,21 @@ def attend_latents(
     return expand_values(ops, latent, attention.attend(absorbed, cache, batch, layer.options))
 
 
+def store_latents(
+    ops: LayerOperations,
+    attention: PagedAttention,
+    layer: FusedLayer,
+    normed: torch.Tensor,
+    rotary: Rotary,
+    cache: KvLayer,
+    batch: PagedBatch,
+) -> None:
+    """Store the latents of new tokens as `attend_latents` does, and attend to none. For the arguments see there."""
+    latent = layer.latent
+    assert latent is not None
+    attention.write_latent(_queries(ops, layer, latent, normed, rotary)[2], cache, batch)
+
+
 def _attend_parts(
     ops: LayerOperations,
     attention: PagedAttention,

@@ -76,7 +76,7 @@ def build(
     with bars_to(progress, passes) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
             published = _published(source, config, dtype, device, packs_codes)
-            if ranks is not None or published is not None:
+            if ranks is not None or published is not None or source.part is not None:
                 from .split import build_split  # imports accelerate
 
                 module = build_split(source, config, dtype, device, ranks, progress, seed, expert_parallel, published)

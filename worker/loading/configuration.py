@@ -23,7 +23,7 @@ MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 # Stored dtypes and the dtypes they are loaded in; precision beyond float32 is dropped.
 STORED_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Model types of files that transformers does not know, with layers of one that it knows.
-SAME_AS = {"kimi_k2": "deepseek_v3"}
+SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # Plausible sizes of a decoder. Without these limits transformers would build as many modules as a file asks for.
 SIZES = {
     "num_hidden_layers": (1, 4096),

@@ -16,6 +16,7 @@ from dataclasses import replace
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
 from kvforge.text.tokenizer import Tokenizer
 
+from .heads import DraftHead
 from .model import LoadedModel
 
 OTHER_MAX = 100  # vocabularies are the same if at most one token in so many is missing or has another id
@@ -47,6 +48,11 @@ def join_draft_model(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
         problem = f"{name!r} {problem} as {model.info.name}: choose a model with the same vocabulary"
         raise InvalidConfiguration("draft_model", problem)
     return replace(model, draft=draft, geometry=replace(model.geometry, beside=draft.geometry))
+
+
+def join_head(model: LoadedModel, head: DraftHead) -> LoadedModel:
+    """Return the model with a head that drafts. Its geometry has the layers of both."""
+    return replace(model, draft=head, geometry=replace(model.geometry, beside=head.geometry))
 
 
 def vocabulary_problem(

@@ -47,6 +47,7 @@ from .gguf_reading import gguf_read_once
 from .library_errors import sentence
 from .mixers import described_steps, mixers_of
 from .model import LoadedModel
+from .mtp import mtp_part
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress
 from .quantisation import Packer, Quantisation, WeightPacker, choose_quantisation
@@ -116,6 +117,7 @@ def load_model(
     ranks: Ranks | None = None,
     expert_parallel: bool = False,
     windows: WindowLimits | None = None,
+    mtp: bool = False,
 ) -> LoadedModel:
     """Load a model, and verify that it computes the same as transformers' own layers and attention.
 
@@ -135,6 +137,7 @@ def load_model(
         ranks: The group of ranks that compute the model together; all load it at the same time.
         expert_parallel: Whether ranks divide the experts of a mixture among them, not each expert.
         windows: The coordinator's limits of windows; None: all layers keep all tokens.
+        mtp: Load the layer of the checkpoint's multi-token prediction module, as a model of one layer (see `mtp`).
 
     Returns:
         The loaded model.
@@ -152,6 +155,8 @@ def load_model(
     found = find_source(source, load_format)
     with gguf_read_once():
         config = read_config(found)
+        if mtp:
+            found, config = mtp_part(found, config)
         served_tokens = context_tokens(config, context_tokens_max)
         torch_dtype = model_dtype(dtype, config, found, device)
         quantisation = choose_quantisation(weight_dtype, found, config, torch_dtype, device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from kvforge.worker.attention.pool import KvGeometry, KvPool
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.decoder import FusedDecoder
-from kvforge.worker.kernels.packed import is_packed
+from kvforge.worker.kernels.packed import is_packed, stored_bytes
+from kvforge.worker.kernels.taps import Taps
 
+from .beside import DraftSource
 from .forward_context import ForwardContext
 from .row_independence import packed_weights
 
@@ -104,7 +107,8 @@ class LoadedModel:
         unsteady: Why a row's bits may depend on other rows; "" if they do not.
         ranks: The group of ranks that compute the model together. All ranks make every pass in the same order.
         prompt_chunk: Chunks of a prompt begin and end at multiples of this many tokens (see `mixers`).
-        draft: The draft model. Each pass writes its K and V of the same tokens too, into `KvPool.beside`.
+        draft: The draft model or the heads. Each pass writes their K and V of the same tokens too, into
+            `KvPool.beside`.
     """
 
     info: ModelInfo
@@ -119,7 +123,7 @@ class LoadedModel:
     unsteady: str = ""
     ranks: Ranks | None = None
     prompt_chunk: int = 1
-    draft: LoadedModel | None = None
+    draft: DraftSource | None = None
 
     @property
     def wants_kinds(self) -> bool:
@@ -166,7 +170,7 @@ class LoadedModel:
         self.write_draft(token_ids, positions, batch, pool)
         wanted, logit_tokens = len(logit_tokens), self._padded(logit_tokens)
         if self.fused is not None:
-            return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
+            return self.run_fused(token_ids, positions, logit_tokens, batch, pool)[:wanted]
         return self._through_transformers(token_ids, positions, logit_tokens, batch, pool)[:wanted]
 
     @torch.inference_mode()
@@ -202,7 +206,9 @@ class LoadedModel:
                     yield self.forward(token_ids, positions, part, batch, pool)
             return
         self.write_draft(token_ids, positions, batch, pool)
-        hidden = self.fused.hidden(token_ids, positions, batch, pool)
+        taps = self._taps()
+        hidden = self.fused.hidden(token_ids, positions, batch, pool, taps)
+        self._feed_heads(token_ids, positions, hidden, taps, batch, pool)
         for part in parts:
             yield self.fused.logits(hidden.index_select(0, self._padded(part)))[: len(part)]
 
@@ -237,24 +243,117 @@ class LoadedModel:
         """
         self.write_draft(token_ids, positions, batch, pool)
         if self.fused is not None:
-            return self.fused.forward(token_ids, positions, None, batch, pool, logits)
+            return self.run_fused(token_ids, positions, None, batch, pool, logits)
         every = torch.arange(len(token_ids), device=token_ids.device)
         found = self._through_transformers(token_ids, positions, every, batch, pool)
         return found if logits is None else logits.copy_(found)
+
+    def run_fused(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_tokens: torch.Tensor | None,
+        batch: PagedBatch,
+        pool: KvPool,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run one pass of the fused form, and feed heads that read its hidden states.
+
+        For the arguments see `FusedDecoder.forward`. A draft model is fed by `write_draft`.
+        """
+        assert self.fused is not None, "a model without a description"
+        taps = self._taps()
+        hidden = self.fused.hidden(token_ids, positions, batch, pool, taps)
+        found = self.fused.logits(hidden if logit_tokens is None else hidden.index_select(0, logit_tokens), logits)
+        self._feed_heads(token_ids, positions, hidden, taps, batch, pool)
+        return found
+
+    def _taps(self) -> Taps | None:
+        """Return what keeps the hidden states of a pass for heads; None if they read the final norm."""
+        return None if self.draft is None or not self.draft.taps else Taps(self.draft.taps)
+
+    def _feed_heads(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: Taps | None,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> None:
+        """Feed heads with the hidden states of a pass; without heads do nothing."""
+        if self.draft is not None and self.draft.reads_hidden:
+            read = [hidden] if taps is None else [taps.found[layer] for layer in taps.layers]
+            self._feed(self.draft, token_ids, positions, read, batch, pool)
 
     def write_draft(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
         """Write the draft model's K and V of a pass's tokens; without a draft model do nothing.
 
         `forward`, `forward_by_parts` and `decode` do so. See these for the arguments.
         """
-        if self.draft is None:
-            return
+        if self.draft is not None and not self.draft.reads_hidden:
+            self._feed(self.draft, token_ids, positions, (), batch, pool)
+
+    def _feed(
+        self,
+        draft: DraftSource,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: Sequence[torch.Tensor],
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
-        if self.draft.info.context_tokens_max < self.info.context_tokens_max:
-            positions = positions.clamp(max=self.draft.info.context_tokens_max - 1)  # nothing is drafted beyond
-        if self.draft.vocab_size < self.vocab_size:
-            token_ids = token_ids.clamp(max=self.draft.vocab_size - 1)  # no text has tokens beyond the tokenizer's
-        self.draft.write(token_ids, positions, batch.beside or batch, pool.beside)
+        if draft.info.context_tokens_max < self.info.context_tokens_max:
+            positions = positions.clamp(max=draft.info.context_tokens_max - 1)  # nothing is drafted beyond
+        if draft.vocab_size < self.vocab_size:
+            token_ids = token_ids.clamp(max=draft.vocab_size - 1)  # no text has tokens beyond the tokenizer's
+        draft.feed(token_ids, positions, hidden, batch.beside or batch, pool.beside)
+
+    # ---------------------------------------------------------------------------------- as a draft model: DraftSource
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of parameters, buffers and packed weights. A tensor that layers share counts once."""
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        plain = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return plain + sum(map(stored_bytes, self.packed_weights()))
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads hidden states of another model: never."""
+        return False
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of another model that it reads: none."""
+        return ()
+
+    def feed(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: Sequence[torch.Tensor],  # noqa: ARG002
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> None:
+        """Write its K and V, as a draft model; see `beside.DraftSource`."""
+        self.write(token_ids, positions, batch, pool)
+
+    def hidden_before(self, batch: PagedBatch, pool: KvPool) -> None:
+        """Return None: a draft model reads no hidden states."""
+
+    def next_tokens(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,  # noqa: ARG002
+        below: int,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> tuple[torch.Tensor, None]:
+        """Run one pass as a draft model; see `beside.DraftSource`."""
+        return self.decode(token_ids, positions, batch, pool)[:, :below].argmax(1), None
 
     @torch.inference_mode()
     def write(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:

@@ -18,7 +18,7 @@ from kvforge.worker.device.device import Device
 
 from .composite import is_removed
 from .library_errors import sentence
-from .report import LoadReport, reject_mismatches, reported
+from .report import LoadReport, mtp_modules, reject_mismatches, reported
 
 TYPES = {
     "BOOL": torch.bool,
@@ -81,8 +81,9 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
 
 
 def drop_removed_parts(report: LoadReport, module: Any) -> None:
-    """Remove entries of removed, non-text parts from a report."""
-    report.unused = {name for name in report.unused if not is_removed(module, name)}
+    """Remove entries of removed, non-text parts and of multi-token prediction modules from a report."""
+    modules = mtp_modules(report.unused)
+    report.unused = {name for name in report.unused if not is_removed(module, name) and not name.startswith(modules)}
 
 
 def check_memory(module: Any, device: Device, model: str) -> None:

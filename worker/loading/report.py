@@ -23,6 +23,8 @@ from .composite import is_removed
 from .formats import is_read
 
 NAMES_MAX = 4
+# The tensor that every multi-token prediction module has, by its published names (see `mtp`).
+MTP = re.compile(r"((.*\.)?layers\.\d+\.)eh_proj\.weight|((.*\.)?mtp_layers\.)\d+\.input_proj\.weight")
 PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.")
 
@@ -98,6 +100,12 @@ def check_experts(names: Collection[str], model: str) -> None:
             raise UnsupportedModel(model, f"its weights have {experts}.{max(found)}, and no {experts}.{absent[0]}")
 
 
+def mtp_modules(names: Collection[str]) -> tuple[str, ...]:
+    """Return the beginnings of the names of multi-token prediction modules, which a model itself does not use."""
+    found = filter(None, map(MTP.fullmatch, names))
+    return tuple({match[1] or match[3] for match in found})
+
+
 def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, method: str = "") -> None:
     """Reject stored numbers that are neither plain nor part of the dequantised format.
 
@@ -114,6 +122,7 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, 
         UnsupportedModel: Names the tensor and its type.
     """
     ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    modules = mtp_modules(stored)
     # Compared by the last part of their names, which conversions keep.
     integers = {
         name.rpartition(".")[2] for name, tensor in module.state_dict().items() if not tensor.is_floating_point()
@@ -122,7 +131,7 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, 
         is_integer = name.rpartition(".")[2] in integers
         if tensor.type_name in PLAIN or is_integer or is_read(method, name, tensor):
             continue
-        if is_removed(module, name) or any(pattern.search(name) for pattern in ignored):
+        if is_removed(module, name) or name.startswith(modules) or any(each.search(name) for each in ignored):
             continue
         lacks = f"the format {method!r} does not define" if method else "no quantization_config in config.json defines"
         problem = f"its tensor {name} is stored as {tensor.type_name}, and {lacks} how it is packed or scaled"

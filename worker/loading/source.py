@@ -7,9 +7,10 @@ There are three formats: a GGUF file (see `gguf_levels`), a Hugging Face folder 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvforge.models.files import ModelFiles, check_files, find_files, gguf_model
 from kvforge.models.gguf_header import GgufHeader
@@ -18,7 +19,37 @@ from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Configurations of known shapes for dummy weights: MODEL_CONFIGS / "NAME.json".
+FIRST_LAYER = "model.layers.0."
+Tensor = TypeVar("Tensor")
 MODEL_CONFIGS = Path(__file__).parents[1] / "model_configs"
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """A part of a checkpoint that is loaded as a model of one layer.
+
+    Attributes:
+        layer: The beginning of the names of its layer's tensors.
+        others: Its other tensors: names in the files, and in the model.
+        left_out: Tensors that begin like the layer's and do not belong to it.
+    """
+
+    layer: str
+    others: Mapping[str, str]
+    left_out: frozenset[str]
+
+    def name(self, stored: str) -> str | None:
+        """Return the name of a stored tensor in the model; None for one of another part."""
+        if stored in self.others:
+            return self.others[stored]
+        if stored in self.left_out or not stored.startswith(self.layer):
+            return None
+        return FIRST_LAYER + stored.removeprefix(self.layer)
+
+    def stored_name(self, name: str) -> str:
+        """Return the stored name of a tensor of the model."""
+        found = next((stored for stored, own in self.others.items() if own == name), None)
+        return found or name.replace(FIRST_LAYER, self.layer, 1)
 
 
 @dataclass(frozen=True)
@@ -30,12 +61,24 @@ class Source:
         path: The path of the model.
         folder: The folder of its files.
         files: All files that are read, config.json first.
+        part: The part that is loaded; None: the whole model.
     """
 
     format: str
     path: Path
     folder: Path
     files: tuple[Path, ...]
+    part: CheckpointPart | None = None
+
+    def of_part(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the part by their names in the model, given all by their stored names."""
+        if self.part is None:
+            return dict(tensors)
+        return {own: tensor for name, tensor in tensors.items() if (own := self.part.name(name)) is not None}
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the files of a tensor of the model."""
+        return name if self.part is None else self.part.stored_name(name)
 
     @property
     def name(self) -> str:

@@ -28,6 +28,7 @@ from .expert_check import StoredExperts, check_experts_of_ranks
 from .mixer_slices import fit_mixer, join_norm
 from .progress import Progress
 from .quantised_reader import JOINED, Published, QuantisedReader
+from .rehearsal import drop_removed_parts
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, reject_mismatches
 from .slices import (
     EXPERTS,
@@ -43,7 +44,7 @@ from .slices import (
 )
 from .source import Source
 from .split_experts import FIRST_HELD, leave_out_others
-from .streamed_files import files_by_tensor, reads_in_parallel
+from .streamed_files import files_by_tensor, part_by_tensor, reads_in_parallel
 
 READ_AT_ONCE = 4  # tensors; each of them is read by several threads
 STD = 0.02  # default standard deviation of random weights
@@ -154,7 +155,7 @@ def _read(
     Raises:
         UnsupportedModel: Names the tensors that do not match.
     """
-    stored = stored_tensors(source.model_files)
+    stored = source.of_part(stored_tensors(source.model_files))
     check_experts(stored, source.name)
     report, used = LoadReport(), set()
     named = [(name, each) for name, each in module.named_parameters() if name not in tied]
@@ -165,9 +166,11 @@ def _read(
         quantised.check(shapes)
         coded = [name for name, shape in shapes.items() if quantised.covers(name, shape)]
         named = [(name, each) for name, each in named if name not in coded]
-    with files_by_tensor(source.model_files.weights, device) as of, ThreadPoolExecutor(READ_AT_ONCE) as pool:
+    is_part = source.part is not None
+    opened = part_by_tensor(source) if is_part else files_by_tensor(source.model_files.weights, device)
+    with opened as of, ThreadPoolExecutor(READ_AT_ONCE) as pool:
         # Mapped files are read as they are needed, so that host memory never holds more than one tensor.
-        at_once = pool.map if reads_in_parallel(device) else map
+        at_once = pool.map if reads_in_parallel(device) and not is_part else map
         all_found = at_once(lambda name: _found(name, mine.cut(name), of), [name for name, _ in named])
         for number, ((name, parameter), found) in enumerate(zip(named, all_found, strict=True)):
             progress("reading weights", number / len(named))
@@ -192,10 +195,10 @@ def _read(
         used |= quantised.used
     ignored = [re.compile(each) for each in module._keys_to_ignore_on_load_unexpected or ()]
     copies = {each for name in tied for each in stored_names(name)}
-    report.unused = {
-        name for name in stored if name not in used | copies and not any(each.search(name) for each in ignored)
-    }
-    reject_mismatches(report, source.name)
+    others = stored.keys() - used - copies
+    report.unused = {name for name in others if not any(each.search(name) for each in ignored)}
+    drop_removed_parts(report, module)
+    reject_mismatches(report, source.name, source.stored_name)
     if published is None:
         check_unpacked(module, stored, source.name)
 

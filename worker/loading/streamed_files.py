@@ -23,6 +23,7 @@ from kvforge.worker.device.device import Device
 from .early_checks import EarlyChecks
 from .progress import ProgressBars
 from .report import natural
+from .source import Source
 from .weight_stream import WeightStream
 
 log = logging.getLogger("worker")
@@ -72,6 +73,25 @@ def files_by_tensor(files: Iterable[Path], device: Device) -> Iterator[dict[str,
         yield {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - not a dictionary
         if reads_in_parallel(device):
             log.info("%s", stream.line())
+
+
+@contextlib.contextmanager
+def part_by_tensor(source: Source) -> Iterator[dict[str, Any]]:
+    """Yield what `files_by_tensor` does for a part of a checkpoint, by the part's names. Its files are mapped."""
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in source.model_files.weights]
+        yield source.of_part({name: RenamedTensor(file, name) for file in files for name in file.keys()})  # noqa: SIM118
+
+
+class RenamedTensor:
+    """A tensor of a file under another name, with the interface of the file."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def get_slice(self, _: str) -> Any:
+        """Return the tensor's slices."""
+        return self._file.get_slice(self._name)
 
 
 def reads_in_parallel(device: Device) -> bool:

@@ -1,9 +1,10 @@
-"""Captured passes of a draft model: the host launches a pass of all rows with one call, as it does decode steps.
+"""Captured passes of a draft model or of heads: the host launches a pass of all rows with one call, as it does steps.
 
 A graph covers one pass, from the embedding to the greedy token, and is replayed for each drafted token. It feeds the
 first pass of a proposal the tokens that the host sends, and each later one the tokens of the pass before, which stay on
-the device. Graphs are captured for few row counts, at the start; a proposal runs in the smallest that holds its rows.
-Without one, passes run eagerly. They share the memory of their intermediate results with the graphs of decodes.
+the device, as the hidden states of heads do. Graphs are captured for few row counts, at the start; a proposal runs in
+the smallest that holds its rows. Without one, passes run eagerly. They share the memory of their intermediate results
+with the graphs of decodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import Captured, GraphMemory
-from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.beside import DraftSource
 from kvforge.worker.sampling.sampler import NO_TOKEN
 
 SIZES = (1, 2, 4, 8, 16, 32, DRAFT_ROWS_MAX)
@@ -46,7 +47,7 @@ class DraftGraphs:
     """The captured passes of a draft model.
 
     Args:
-        draft: The draft model.
+        draft: The draft model or the heads.
         pool: Its pool, with the scratch blocks.
         tokens: Drafted tokens are [0, tokens).
         rows_max: The most rows of a proposal.
@@ -55,7 +56,7 @@ class DraftGraphs:
     """
 
     def __init__(
-        self, draft: LoadedModel, pool: KvPool, tokens: int, rows_max: int, width: int, memory: GraphMemory | None
+        self, draft: DraftSource, pool: KvPool, tokens: int, rows_max: int, width: int, memory: GraphMemory | None
     ) -> None:
         self._draft, self._pool, self._tokens, self._memory = draft, pool, tokens, memory
         self._sizes = [*(size for size in SIZES if size < rows_max), min(rows_max, SIZES[-1])]
@@ -64,6 +65,7 @@ class DraftGraphs:
         device = draft.device.torch_device
         self._places: PagedBatch | None = pool.static_batch(self._sizes[-1], width, extra=INPUTS)
         self.chosen = torch.zeros(self._sizes[-1], dtype=torch.int64, device=device)
+        self._hidden: torch.Tensor | None = None  # of the last pass, [rows, hidden], if it reads hidden states
         self._drafted = torch.zeros((DRAFT_TOKENS_MAX, self._sizes[-1]), dtype=torch.int64, device=device)
 
     @property
@@ -132,19 +134,29 @@ class DraftGraphs:
         self._draft.device.release_cached()
 
     def _capture(self, size: int) -> _Graph:
-        draft, device = self._draft, self._draft.device
+        draft, device, pool = self._draft, self._draft.device, self._pool
         batch = self._pool.static_batch(size, self._width, self._places, INPUTS)
 
         def run() -> None:
-            fed, positions = batch.extra_on_device.view(INPUTS, size).long().unbind()
-            fed = torch.where(fed == NO_TOKEN, self.chosen[:size], fed)
-            logits = draft.decode(fed, positions, batch, self._pool)
-            self.chosen[:size].copy_(logits[:, : self._tokens].argmax(1))
+            sent, positions = batch.extra_on_device.view(INPUTS, size).long().unbind()
+            fed, before = torch.where(sent == NO_TOKEN, self.chosen[:size], sent), draft.hidden_before(batch, pool)
+            if before is not None:
+                before = torch.where((sent == NO_TOKEN)[:, None], self._hidden_like(before)[:size], before)
+            chosen, hidden = draft.next_tokens(fed, positions, before, self._tokens, batch, pool)
+            self.chosen[:size].copy_(chosen)
+            if hidden is not None:
+                self._hidden_like(hidden)[:size].copy_(hidden)
 
         graph = _Graph(batch, Captured(run, None))
         nothing = np.zeros(0, np.int32)
         self._fill(graph, nothing, nothing, np.zeros((0, 1), np.int32))  # padding rows write nothing
         return replace(graph, captured=device.capture(run, self._memory))
+
+    def _hidden_like(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return where hidden states stay from pass to pass, allocated before the first capture records."""
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros((len(self.chosen), hidden.shape[1]))
+        return self._hidden
 
     def _fill(
         self,

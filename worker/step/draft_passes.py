@@ -1,8 +1,10 @@
-"""The passes of a draft model: each computes the next greedy token of all rows.
+"""The passes of a draft model or of heads: each computes the next greedy token of all rows.
 
-The step has written the draft model's K and V of the tokens before. A pass writes those of the token that it is fed
-behind them: in the row's last block, and then in scratch blocks that follow the row's own in this table alone. Nothing
-reads what lies behind a row's accepted tokens but later passes of the same proposal, and the next step overwrites it.
+The step has written the draft model's K and V of the tokens before, and the hidden states that heads read. A pass
+writes the K and V of the token that it is fed behind them: in the row's last block, and then in scratch blocks that
+follow the row's own in this table alone. Nothing reads what lies behind a row's accepted tokens but later passes of the
+same proposal, and the next step overwrites it. Hidden states go from pass to pass and are not stored: a step in flight
+may have stored those of the model already.
 
 The tokens go from pass to pass on the device, so that a proposal waits for the device once. Passes run from captured
 graphs where the decodes of the model do. These run all rows to the longest proposal, for which scratch blocks suffice.
@@ -22,8 +24,7 @@ from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import GraphMemory
 from kvforge.worker.drafts.model import DraftRow
-from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.loading.weight_bytes import weight_bytes
+from kvforge.worker.loading.beside import DraftSource
 
 from .draft_graphs import DraftGraphs
 
@@ -34,7 +35,7 @@ class DraftPasses:
     """Continues rows by a draft model; see `drafts.model.DraftModel`.
 
     Args:
-        draft: The draft model.
+        draft: The draft model or the heads.
         pool: The pool of the model that it drafts for.
         vocab_size: The size of that model's vocabulary; either may be padded further than the other.
         before: Called before passes are queued.
@@ -46,14 +47,14 @@ class DraftPasses:
     graphs: DraftGraphs | None = None
 
     def __init__(
-        self, draft: LoadedModel, pool: KvPool, vocab_size: int, before: Callable[[], None] = lambda: None
+        self, draft: DraftSource, pool: KvPool, vocab_size: int, before: Callable[[], None] = lambda: None
     ) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
         self._draft, self._pool, self._blocks = draft, pool.beside, pool.blocks
         self._scratch = pool.geometry.scratch_per_row
         self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
-        self.device_bytes = weight_bytes(draft) + pool.beside.bytes
+        self.device_bytes = draft.bytes + pool.beside.bytes
         self._before, self._failed, self.took_ns = before, False, 0
         self._tokens = min(vocab_size, draft.vocab_size)
 
@@ -99,13 +100,14 @@ class DraftPasses:
             chosen = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
             kept = [tokens[:count] for tokens, count in zip(chosen, counts.tolist(), strict=True)]
             return [tokens for _, tokens in sorted(zip(order, kept, strict=True))]
-        fed, found = upload(first.astype(np.int64)), list[torch.Tensor]()
+        fed, found, hidden = upload(first.astype(np.int64)), list[torch.Tensor](), None
         for number in range(int(counts[0])):
             live = int(np.count_nonzero(counts > number))
             at = positions[:live] + np.int32(number)
             batch = self._pool.batch(tables[:live], at, np.ones(live, np.int32))
-            logits = self._draft.decode(fed[:live], upload(at.astype(np.int64)), batch, self._pool)
-            fed = logits[:, : self._tokens].argmax(1)
+            before = self._draft.hidden_before(batch, self._pool) if hidden is None else hidden[:live]
+            places = upload(at.astype(np.int64))
+            fed, hidden = self._draft.next_tokens(fed[:live], places, before, self._tokens, batch, self._pool)
             found.append(fed)
         tokens = torch.cat(found).cpu().numpy()
         drafted: list[list[int]] = [[] for _ in rows]

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import Progress
-from kvforge.worker.loading.draft_model import join_draft_model
+from kvforge.worker.loading.draft_model import join_draft_model, join_head
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.mtp_heads import load_mtp_head
 from kvforge.worker.loading.serving_kernels import serving_kernels
 from kvforge.worker.loading.weight_bytes import weight_bytes
-from kvforge.worker.model_path import find_draft_model, find_model
+from kvforge.worker.model_path import MTP, find_draft_model, find_model
 
 from .disk_opening import disk_layout, open_disk_tier
 from .graphs import CAPTURE_S
@@ -243,14 +245,24 @@ class Engine:
         )
         if not config.draft_model:
             return model
+        if config.draft_model == MTP:
+            source = find_model(config)
+            settings = shared | {"kv_dtype": "auto", "context_tokens_max": config.context_tokens_max}
+            load = partial(load_model, source, **settings, progress=self._draft_progress, mtp=True)
+            head = load_mtp_head(source, model, config.load_format, config.seed, load)
+            log.info("drafts: %s in %s, weights in %s", head.info.name, head.info.dtype, head.info.weight_dtype)
+            return join_head(model, head)
         # Its layers keep all tokens: a block of theirs is a block of the layers without a window.
         draft = load_model(
             find_draft_model(config),
             **shared,
-            progress=lambda phase, fraction: self._progress(f"draft model: {phase}", fraction),
+            progress=self._draft_progress,
         )
         log.info("draft model: %s in %s, weights in %s", draft.info.name, draft.info.dtype, draft.info.weight_dtype)
         return join_draft_model(model, draft)
+
+    def _draft_progress(self, phase: str, fraction: float) -> None:
+        self._progress(f"draft model: {phase}", fraction)
 
     def _meet(self, meeting: str) -> Ranks | None:
         """Return the process group once all ranks have joined.

@@ -13,6 +13,7 @@ from kvforge.worker.config import WorkerConfig
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.host_memory import LockedPieces, registrar_of
 from kvforge.worker.host_file import FoundFile, HostFile, find_file, host_path
+from kvforge.worker.loading.beside import DraftSource
 from kvforge.worker.loading.model import LoadedModel
 
 from .host_transfers import HostTransfers
@@ -135,7 +136,7 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
     return "\n".join(f"{name}: {value}" for name, value in parts.items())
 
 
-def draft_parts(draft: LoadedModel | None) -> dict[str, object]:
+def draft_parts(draft: DraftSource | None) -> dict[str, object]:
     """Return what determines a draft model's bytes of a block; nothing without one. Its layout is the model's."""
     if draft is None:
         return {}

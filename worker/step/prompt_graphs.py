@@ -242,7 +242,6 @@ class PromptGraphs:
     def _capture(self, size: MixedSize) -> _Graph:
         model, state, device = self._model, self._state, self._model.device
         assert model.fused is not None, "can_capture is false"
-        fused = model.fused
         if self._places is None:
             largest = self.sizes[-1]
             self._places = self._pool.mixed_places(largest, self._width, _extra(largest))
@@ -257,7 +256,7 @@ class PromptGraphs:
             fed = state.feed(inputs[:tokens_end].view(TOKEN_INPUTS, size.tokens))
             slots, wanted, ends = inputs[tokens_end:rows_end].view(ROW_INPUTS, size.rows).long().unbind()
             model.write_draft(fed[0], fed[2], batch, self._pool)
-            left[:] = [fused.forward(fed[0], fed[2], ends, batch, self._pool)]
+            left[:] = [model.run_fused(fed[0], fed[2], ends, batch, self._pool)]
             state.sample_simple(left[0], slots, wanted, results)
 
         graph = _Graph(batch, results, Captured(run, None), lambda: left[0])
@@ -315,7 +314,8 @@ def can_capture(model: LoadedModel, pool: KvPool) -> bool:
         return False
     if geometry.dtype.scale_bytes or any(shape.latent for shape in geometry.layers):
         return False
-    if model.draft is not None and (pool.beside is None or not can_capture(model.draft, pool.beside)):
+    draft = model.draft  # heads write K and V alone, which any graph may do
+    if isinstance(draft, LoadedModel) and (pool.beside is None or not can_capture(draft, pool.beside)):
         return False
     return all(layer.mixer is None or layer.mixer.runs_prompts(fused.operations, model.dtype) for layer in fused.layers)
 

@@ -1,0 +1,264 @@
+"""Random checkpoints with heads that draft, and what these compute by their published definitions.
+
+The definitions are written with plain torch, and with transformers' own layers: nothing here uses kvforge's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.worker.loading.published_models import BLOCKS, LATENTS, QUANTISED, fp8_blocks
+from tests.worker.loading.random_models import DESCRIBED, save
+
+LAYERS = 3  # of the models
+EPSILON = 1e-6
+WEIGHTS = "model.safetensors"
+# By family: the beginning of the module's names, then those of its own tensors.
+NAMES = {
+    "deepseek_v3": (f"model.layers.{LAYERS}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
+    "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+}
+FP8 = "deepseek_v3 in fp8"
+NAMES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", FP8), NAMES["deepseek_v3"])
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the root-mean-square norm of rows."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def fields_of(family: str) -> tuple[str, dict[str, Any]]:
+    """Return transformers' model type of a family, and the settings of a tiny model."""
+    if family == "mimo":
+        return "qwen2", {"rms_norm_eps": EPSILON}
+    if family == FP8:
+        return "deepseek_v3", LATENTS | {"num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": EPSILON}
+    kind, fields = DESCRIBED[family]
+    return kind, fields | {"rms_norm_eps": EPSILON}
+
+
+def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
+    """Write a checkpoint of a family with a multi-token prediction module.
+
+    Args:
+        folder: Where to make folders.
+        family: A key of NAMES.
+        seed: Of the module's weights.
+
+    Returns:
+        The folder of the checkpoint. Beside it lies `layer`, the module's layer as a model of its own.
+    """
+    kind, fields = fields_of(family)
+    place = save(folder / family, kind, fields)
+    one = {name: value for name, value in ONE_LAYER.items() if name == "num_hidden_layers" or name in fields}
+    layer = save(folder / "layer", kind, fields | one)
+    tensors, module = load_file(place / WEIGHTS), load_file(layer / WEIGHTS)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        module[name] = tensors[name]
+    drawn = torch.Generator().manual_seed(seed)
+    module |= {name: _other(name, weight, drawn) for name, weight in module.items() if name.startswith("model.layers.")}
+    save_file(module, layer / WEIGHTS, {"format": "pt"})
+    hidden = len(tensors["model.norm.weight"])
+    begin, (token_norm, hidden_norm, projection, final_norm) = NAMES[family]
+    for name in (token_norm, hidden_norm):
+        tensors[f"{begin}{name}.weight"] = 1 + 0.3 * torch.randn(hidden, generator=drawn)
+    tensors[f"{begin}{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=drawn) * hidden**-0.5
+    tensors[f"{begin}{final_norm}.weight"] = module["model.norm.weight"]
+    if family != "mimo":  # copies of the model's, which are not read
+        tensors[f"{begin}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name, weight in module.items():
+        if name.startswith("model.layers.0."):
+            tensors[begin + name.removeprefix("model.layers.0.")] = weight
+    save_file(tensors, place / WEIGHTS, {"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    changed: dict[str, Any] = {"num_nextn_predict_layers": 1} | ({"model_type": "mimo"} if family == "mimo" else {})
+    if family == FP8:
+        _quantise(place, layer, begin)
+        changed["quantization_config"] = BLOCKS
+    (place / "config.json").write_text(json.dumps(config | changed))
+    return place
+
+
+def _quantise(place: Path, layer: Path, begin: str) -> None:
+    """Write the projections of a checkpoint as blocks of fp8, and the same numbers into `layer` and beside it."""
+    tensors, module = load_file(place / WEIGHTS), load_file(layer / WEIGHTS)
+    stored, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, weight in tensors.items():
+        stored[name] = plain[name] = weight
+        if name.endswith(QUANTISED) and "eh_proj" not in name:
+            codes, plain[name] = fp8_blocks(name, weight)
+            stored |= codes
+        if (own := name.replace(begin, "model.layers.0.")) in module and name.startswith(begin):
+            module[own] = plain[name]
+    other = place.with_name(f"{place.name} plain")
+    other.mkdir()
+    (other / "config.json").write_text((place / "config.json").read_text())
+    for folder, found in ((place, stored), (layer, module), (other, plain)):
+        save_file({name: each.contiguous() for name, each in found.items()}, folder / WEIGHTS, {"format": "pt"})
+
+
+def _other(name: str, weight: torch.Tensor, drawn: torch.Generator) -> torch.Tensor:
+    """Return other random numbers of about the same size: the module's weights are not the model's."""
+    if "norm" in name or weight.dim() == 1:
+        return weight
+    return torch.randn(weight.shape, generator=drawn) * weight.std()
+
+
+@dataclass
+class Reference:
+    """What heads compute for a sequence alone.
+
+    Attributes:
+        model: transformers' model.
+        tensors: All tensors of the checkpoint.
+    """
+
+    model: Any
+    tensors: Mapping[str, torch.Tensor]
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the hidden states that the head reads, [tokens, hidden]."""
+        raise NotImplementedError
+
+    def run(self, tokens: Sequence[int], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of all positions, and the hidden states that the next draft reads.
+
+        before: the hidden states at the positions before, [tokens, hidden].
+        """
+        raise NotImplementedError
+
+    def token(self, logits: torch.Tensor) -> int:
+        """Return the greedy token of a row of logits."""
+        return int(logits.argmax())
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits behind each token, given hidden states of the model at all positions before."""
+        return self.run(tokens, self._before(tokens))[0]
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the greedy drafts behind tokens; the model has not computed the last one yet."""
+        before, found = self._before(tokens), list[int]()
+        while True:
+            logits, hidden = self.run([*tokens, *found], before)
+            found.append(self.token(logits[-1]))
+            if len(found) == count:
+                return found
+            before = torch.cat((before, hidden[-1:]))
+
+    def _before(self, tokens: Sequence[int]) -> torch.Tensor:
+        hidden = self.hidden(tokens[:-1]) if len(tokens) > 1 else None
+        first = torch.zeros(1, self.tensors["model.norm.weight"].shape[0])
+        return first if hidden is None else torch.cat((first, hidden))
+
+
+class MtpReference(Reference):
+    """A multi-token prediction module: its layer is a model of transformers with given inputs."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        place = folder / (f"{family} plain" if family == FP8 else family)
+        load = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.tensors = load_file(place / WEIGHTS)
+        self.family, self.begin = family, NAMES[family][0]
+        if family == "mimo":
+            config = transformers.AutoConfig.from_pretrained(folder / "layer", num_hidden_layers=LAYERS)
+            config.layer_types = ["full_attention"] * LAYERS
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(place, config=config, **load)
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(place, **load)
+        self.layer = transformers.AutoModelForCausalLM.from_pretrained(folder / "layer", **load)
+
+    def _own(self, index: int) -> torch.Tensor:
+        return self.tensors[f"{self.begin}{NAMES[self.family][1][index]}.weight"]
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the model's final norm."""
+        found: torch.Tensor = self.model.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        return found
+
+    def run(self, tokens: Sequence[int], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Join the embedding with the hidden state, and run the layer; see `Reference.run`."""
+        embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(tokens)]
+        parts = [rms(embedded, self._own(0)), rms(before, self._own(1))]
+        joined = torch.cat(parts[::-1] if self.family == "mimo" else parts, -1) @ self._own(2).T
+        hidden = self.layer.model(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
+        return self.layer.lm_head(hidden), hidden
+
+
+def write_right_mtp(folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """Write a checkpoint with a module that computes what the model does: each of its greedy drafts is right.
+
+    The model has layers behind its first one that add zeros. The module has that layer, and reads the embedding alone:
+    embeddings have a norm of 1. The last number of each hidden state is 0; another one there would change all drafts.
+
+    Args:
+        folder: Where to make a folder.
+        seed: Of the weights.
+        fields: Changes of the configuration.
+
+    Returns:
+        The folder of the checkpoint.
+    """
+    settings = {**RIGHT, **fields}
+    config = transformers.AutoConfig.for_model("glm4_moe", **{**settings, "num_hidden_layers": 1})
+    place, drawn = folder / f"right-{seed}", torch.Generator().manual_seed(seed)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
+    first = load_file(place / WEIGHTS)
+    for name, weight in first.items():
+        norm = "norm" in name
+        first[name] = torch.ones_like(weight) if norm else torch.randn(weight.shape, generator=drawn) * 0.3
+    table = first["model.embed_tokens.weight"]
+    table *= (1 - EPSILON) ** 0.5 * table.pow(2).mean(1, keepdim=True).rsqrt()
+    first["model.norm.weight"][-1] = 0.0
+    tensors, hidden = dict(first), len(first["model.norm.weight"])
+    for name, weight in first.items():
+        if name.startswith("model.layers.0."):
+            adds_zeros = name.endswith(("o_proj.weight", "down_proj.weight"))
+            for layer in range(1, LAYERS):
+                other = torch.zeros_like(weight) if adds_zeros else weight.clone()
+                tensors[name.replace(".0.", f".{layer}.", 1)] = other
+            tensors[name.replace(".0.", f".{LAYERS}.", 1)] = weight.clone()
+    projection = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
+    projection[:, -1] = 100.0
+    begin = NAMES["glm4_moe"][0]
+    tensors |= {f"{begin}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
+    tensors |= {f"{begin}eh_proj.weight": projection}
+    tensors |= {f"{begin}shared_head.norm.weight": first["model.norm.weight"].clone()}
+    save_file(tensors, place / WEIGHTS, {"format": "pt"})
+    (place / "config.json").write_text(json.dumps(config.to_dict() | {"num_hidden_layers": LAYERS}))
+    return place
+
+
+RIGHT = {
+    "vocab_size": 3000,  # prompts and answers repeat no two tokens, so that lookup proposes nothing
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": EPSILON,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}

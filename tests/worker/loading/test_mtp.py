@@ -1,0 +1,175 @@
+"""Multi-token prediction modules of checkpoints: how they are loaded, and when they are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.draft_model import join_head
+from kvforge.worker.loading.heads import DraftHead, MtpFront
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.mtp_heads import load_mtp_head
+from kvforge.worker.loading.weight_bytes import weight_bytes
+from tests.worker.head_checkpoints import WEIGHTS, write_mtp
+from tests.worker.loading.random_models import save
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def glm(tmp_path: Path) -> Path:
+    return write_mtp(tmp_path, "glm4_moe")
+
+
+def opened(source: Path, device: Device, load_format: str = "auto") -> tuple[LoadedModel, DraftHead]:
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": device}
+    load = partial(load_model, source, load_format=load_format, **settings)
+    model = load()
+    return model, load_mtp_head(source, model, load_format, 0, partial(load, mtp=True))
+
+
+def changed(place: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    tensors = load_file(place / WEIGHTS)
+    change(tensors)
+    save_file(tensors, place / WEIGHTS, {"format": "pt"})
+    return place
+
+
+def test_a_head_adds_its_keys_and_values_and_a_hidden_state_to_each_token(glm: Path, cpu: Device) -> None:
+    model, head = opened(glm, cpu)
+    joined = join_head(model, head)
+    kv, hidden = 2 * 2 * 16, 64  # two KV heads of 16; the hidden size
+    assert head.geometry.bytes_per_block == BLOCK_SIZE * 4 * (kv + hidden)
+    assert joined.geometry.bytes_per_block == model.geometry.bytes_per_block + head.geometry.bytes_per_block
+    assert weight_bytes(joined) == weight_bytes(model) + head.bytes
+    assert head.bytes > 2 * 64 * 64 * 4
+    assert head.info.name == "the MTP module of glm4_moe"
+
+
+def test_the_embedding_and_the_vocabulary_head_are_those_of_the_model(glm: Path, cpu: Device) -> None:
+    model, head = opened(glm, cpu)
+    assert model.fused is not None
+    assert head.decoder.table is model.fused.table
+    assert head.decoder.head is model.fused.head
+
+
+def test_another_module_has_another_fingerprint(glm: Path, cpu: Device) -> None:
+    first = opened(glm, cpu)[1].info.fingerprint
+    assert opened(glm, cpu)[1].info.fingerprint == first
+
+    def scale(tensors: dict[str, torch.Tensor], name: str) -> None:
+        tensors[name] = tensors[name] * 1.5
+
+    for name in ("eh_proj", "self_attn.k_proj"):
+        other = opened(changed(glm, partial(scale, name=f"model.layers.3.{name}.weight")), cpu)[1].info.fingerprint
+        assert other != first
+        first = other
+
+
+def test_random_weights_have_a_module_of_the_models_own_layer(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device
+) -> None:
+    tiny("llama")
+    _, head = opened(tmp_path / "llama", cpu, "dummy")
+    assert isinstance(head.front, MtpFront)
+    assert head.front.projection.shape == (64, 128)
+    assert len(head.decoder.layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("enorm", r"the tensor model\.layers\.3\.enorm\.weight of glm4_moe is missing, .* plain numbers \[64\]"),
+        ("hnorm", r"the tensor model\.layers\.3\.hnorm\.weight of glm4_moe is missing"),
+        ("shared_head.norm", r"missing: model\.layers\.3\.shared_head\.norm\.weight"),
+        ("self_attn.o_proj", r"missing: model\.layers\.3\.self_attn\.o_proj\.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, words: str, glm: Path, cpu: Device) -> None:
+    place = changed(glm, lambda tensors: tensors.pop(f"model.layers.3.{name}.weight"))
+    with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
+        opened(place, cpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("eh_proj", (64, 64), r"model\.layers\.3\.eh_proj\.weight of glm4_moe is F32 \[64, 64\], .* \[64, 128\]"),
+        ("hnorm", (32,), r"model\.layers\.3\.hnorm\.weight of glm4_moe is F32 \[32\]"),
+        ("mlp.gate", (8, 63), r"model\.layers\.3\.mlp\.gate\.weight is \[8, 63\] and has to be \[8, 64\]"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(
+    name: str, shape: tuple[int, ...], words: str, glm: Path, cpu: Device
+) -> None:
+    place = changed(glm, lambda tensors: tensors.update({f"model.layers.3.{name}.weight": torch.zeros(shape)}))
+    with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
+        opened(place, cpu)
+
+
+def test_a_projection_in_codes_is_refused(glm: Path, cpu: Device) -> None:
+    codes = torch.zeros((64, 128), dtype=torch.float8_e4m3fn)
+    place = changed(glm, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": codes}))
+    with pytest.raises(InvalidConfiguration, match=r"eh_proj\.weight of glm4_moe is F8_E4M3 \[64, 128\]") as caught:
+        opened(place, cpu)
+    assert caught.value.field == "draft_model"
+
+
+def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path, cpu: Device) -> None:
+    place = write_mtp(tmp_path, "glm4_moe")
+    own = {name: each for name, each in load_file(place / WEIGHTS).items() if not name.startswith("model.layers.3.")}
+    save_file(own, place / WEIGHTS, {"format": "pt"})
+    with pytest.raises(InvalidConfiguration, match=r"but glm4_moe has no tensors model\.layers\.3\.\*") as caught:
+        opened(place, cpu)
+    assert caught.value.field == "draft_model"
+
+
+def test_further_layers_that_are_no_module_are_still_refused(glm: Path, cpu: Device) -> None:
+    """Only a layer with a module's projection may lie behind the model's own."""
+    config = json.loads((glm / "config.json").read_text())
+    (glm / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(UnsupportedModel, match=r"not used by the model: model\.layers\.2\."):
+        load_model(glm, dtype="float32", block_size=BLOCK_SIZE, device=cpu)
+
+
+def test_families_without_known_modules_are_refused(tmp_path: Path, cpu: Device) -> None:
+    place = save(tmp_path / "llama", "llama", {})
+    words = "heads are known of deepseek_v3, glm4_moe, glm4_moe_lite, mimo, and llama is a model of type llama"
+    with pytest.raises(InvalidConfiguration, match=words):
+        opened(place, cpu)
+
+
+def test_models_whose_hidden_states_are_not_seen_are_refused(tiny: Callable[..., LoadedModel]) -> None:
+    def never() -> LoadedModel:
+        raise AssertionError("loaded")
+
+    model = tiny("llama")
+    with pytest.raises(InvalidConfiguration, match="'mtp', but llama runs transformers' own layers"):
+        load_mtp_head("nowhere", replace(model, fused=None), "auto", 0, never)
+    recurrent = tiny(
+        "qwen3_next",
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    with pytest.raises(InvalidConfiguration, match="qwen3_next has recurrent states, which take back no wrong draft"):
+        load_mtp_head("nowhere", recurrent, "auto", 0, never)

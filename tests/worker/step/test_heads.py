@@ -1,0 +1,244 @@
+"""Heads that draft: answers have the bits that they have without, and drafts are those of the published definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.draft_model import join_head
+from kvforge.worker.loading.heads import DraftHead
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.mtp_heads import load_mtp_head
+from tests.worker.head_checkpoints import NAMES, MtpReference, Reference, write_mtp, write_right_mtp
+from tests.worker.step.test_draft_model import drafted_answers, drafter_of, nan_pool, proposed, without_lookup
+from tests.worker.step.test_drafts import BLOCKS, DRAFTS_MAX, PROMPTS, SAMPLINGS, Answer, Drafting, answers_of, none
+from tests.worker.step.test_runner import BLOCK_SIZE, i4
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+GREEDY = SAMPLINGS["greedy"]
+
+
+@dataclass
+class Headed:
+    """A model with a head, the same without, and what the head should compute."""
+
+    model: LoadedModel
+    plain: LoadedModel
+    head: DraftHead
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..., Headed]:
+    """headed(family, kernels=True) -> a random model with a head; each is made once."""
+    made: dict[Any, Headed] = {}
+    folders: dict[str, Path] = {}
+
+    def make(family: str, kernels: bool = True) -> Headed:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp(family)
+            write_mtp(folders[family], family)
+        if (family, kernels) not in made:
+            source = folders[family] / family
+            settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
+            settings["device"] = replace(cpu, kernels=kernels)
+            plain = load_model(source, **settings)
+            head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
+            reference = MtpReference(folders[family], family)
+            made[family, kernels] = Headed(join_head(plain, head), plain, head, reference)
+        return made[family, kernels]
+
+    return make
+
+
+def bench_of(found: Headed, monkeypatch: pytest.MonkeyPatch, graphs: bool = False) -> Drafting:
+    bench = without_lookup(nan_pool(Drafting(found.model, graphs)), monkeypatch)
+    monkeypatch.setattr(drafter_of(bench).pacing, "is_due", lambda *_: True)
+    return bench
+
+
+def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, position: int) -> torch.Tensor:
+    """Return the logits that the head computes behind a token at the end of a slot's row."""
+    pool = bench.pool.beside
+    assert pool is not None
+    tables = np.arange(BLOCKS * slot, BLOCKS * (slot + 1), dtype=np.int32)[None]
+    batch = pool.batch(tables, np.array([position], np.int32), np.ones(1, np.int32))
+    places = torch.tensor([token]), torch.tensor([position])
+    return head.run(*places, head.hidden_before(batch, pool), batch, pool)[0][0]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("family", NAMES)
+def test_logits_are_those_of_the_definition(
+    family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt comes in chunks that end inside blocks and at their ends, and then decodes, in company."""
+    found = headed(family, kernels)
+    bench = bench_of(found, monkeypatch)
+    first, other = answers_of([GREEDY] * 6)[::5]
+    lengths, tokens = [0, 0], [[*first.prompt], [*other.prompt]]
+    starts = {"begins": (first.start(), other.start()), "history": i4(*first.prompt, *other.prompt)}
+    samples = [(3, 4), (2, 1), (3, 3), (1, 4)]
+    for chunk in samples:
+        rows = []
+        for number, (answer, count) in enumerate(zip((first, other), chunk, strict=True)):
+            rows.append((answer.slot, lengths[number], tokens[number][lengths[number] :][:count], 0))
+            lengths[number] += count
+        outcome = bench.run(rows, samples=i4(int(lengths[0] == 9), int(lengths[1] == 12)), **starts)
+        assert not outcome.errors
+        starts = {}
+    for answer, token in zip((first, other), outcome.tokens.tolist(), strict=True):
+        answer.chosen.append((token, 0, ()))
+    for _ in range(3):
+        bench.advance([first, other], none)
+    for answer in (first, other):
+        whole = [*answer.prompt, *answer.tokens]
+        got = head_logits(bench, found.head, answer.slot, whole[-1], len(whole) - 1)
+        want = found.reference.logits(whole)[-1]
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
+    bench.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("family", NAMES)
+def test_answers_keep_their_bits_and_drafts_follow_the_definition(
+    family: str, graphs: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of each step are verified in the next one; most are wrong, and leave nothing behind."""
+    found = headed(family)
+    samplings = list(SAMPLINGS.values())
+    want = [Drafting(found.plain).answer([each], none, 12)[0] for each in answers_of(samplings)]
+    bench, answers = bench_of(found, monkeypatch, graphs), answers_of(samplings)
+    for each in answers:
+        each.most = 1 + each.slot % DRAFTS_MAX
+    outcome = bench.begin(answers)
+    while running := [each for each in answers if len(each.chosen) < 12]:
+        drafts = proposed(outcome)
+        for each in running:
+            mine = drafts[each.slot]
+            assert len(mine) == each.most
+            assert mine == found.reference.drafts([*each.prompt, *each.tokens], each.most), f"slot {each.slot}"
+        outcome = bench.advance(running, lambda each, drafts=drafts: drafts[each.slot])  # type: ignore[misc]
+    for mine, other in zip(answers, want, strict=True):
+        assert mine.chosen[:12] == other.chosen
+        assert mine.drafted > 0
+    bench.close()
+
+
+@pytest.mark.parametrize("copied", [BLOCK_SIZE, 2])
+def test_forks_go_on_with_the_hidden_states_of_their_origin(
+    copied: int, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork goes on behind a block's end, and inside a block; the other row goes on too."""
+    found = headed("glm4_moe")
+    bench = bench_of(found, monkeypatch)
+    parent, child = Answer(0, GREEDY, most=DRAFTS_MAX), Answer(1, GREEDY, most=DRAFTS_MAX)
+    bench.begin([parent])
+    bench.advance([parent], none)
+    length = len(PROMPTS[0])
+    shared = BLOCK_SIZE + copied
+    copies = [[block, 16 + block, min(BLOCK_SIZE, shared - BLOCK_SIZE * block)] for block in range(2)]
+    start = msgspec.structs.replace(child.start(), prompt_history=length)
+    prompt = [*PROMPTS[0][:shared], 71, 12, 5]
+    outcome = bench.run(
+        [(1, shared, prompt[shared:], 0)],
+        begins=(start,),
+        history=i4(*PROMPTS[0]),
+        copies=i4(*[number for copy in copies for number in copy]),
+        zeros=i4(*range(16, 32)),
+    )
+    bench.take([child], outcome)
+    drafts = proposed(outcome)[1]
+    assert drafts == found.reference.drafts([*prompt, *child.tokens], len(drafts))
+    outcome = bench.advance([parent], none)
+    drafts = proposed(outcome)[0]
+    assert drafts == found.reference.drafts([*parent.prompt, *parent.tokens], len(drafts))
+    bench.close()
+
+
+def test_a_step_in_flight_keeps_its_hidden_states(
+    headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes behind a step in flight write no hidden states over those of the model."""
+    found = headed("glm4_moe")
+    bench = bench_of(found, monkeypatch)
+    (answer,) = answers_of([GREEDY])
+    answer.most = DRAFTS_MAX
+    begin = {"begins": (answer.start(),), "history": i4(*answer.prompt)}
+    pending = bench.launch([(0, 0, answer.prompt, 0)], **begin)
+    for step in range(6):
+        later = bench.launch([(0, len(answer.prompt) + step, [-1], 0)])
+        outcome = bench.runner.finish(pending)
+        bench.take([answer], outcome)
+        drafts = proposed(outcome).get(0, [])
+        assert len(drafts) == DRAFTS_MAX
+        assert drafts == found.reference.drafts([*answer.prompt, *answer.tokens], len(drafts))
+        pending = later
+    bench.runner.finish(pending)
+    bench.close()
+
+
+def test_graphs_of_prompts_feed_heads(headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step has rows with prompt tokens, decodes, and padding."""
+    found = headed("glm4_moe")
+    bench = bench_of(found, monkeypatch, graphs=True)
+    graphs, launched = bench.runner.prompt_graphs, list[int]()
+    assert graphs is not None
+    for tokens, decodes in ((len(PROMPTS[0]), 0), (len(PROMPTS[2]), 1)):
+        size = graphs._size_for(tokens, decodes)
+        assert size is not None
+        assert graphs.capture_one(size)
+    launch = graphs.launch
+
+    def watched(rows: Any) -> Any:
+        launched.append(len(rows))
+        return launch(rows)
+
+    monkeypatch.setattr(graphs, "launch", watched)
+    first, _, second = answers_of([GREEDY] * 3)
+    first.most = second.most = DRAFTS_MAX
+    bench.begin([first])
+    start = {"begins": (second.start(),), "history": i4(*second.prompt)}
+    outcome = bench.run([bench.row(first, []), (second.slot, 0, second.prompt, 0)], **start)
+    bench.take([first, second], outcome)
+    assert launched == [1, 2]
+    for each in (first, second):
+        mine = proposed(outcome)[each.slot]
+        assert mine == found.reference.drafts([*each.prompt, *each.tokens], len(mine))
+    bench.close()
+
+
+def test_all_drafts_together_go_with_all_prompts(
+    headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = headed("deepseek_v3")
+    bench = bench_of(found, monkeypatch)
+    want = [Drafting(found.plain).answer([each], none)[0] for each in answers_of([GREEDY] * len(PROMPTS))]
+    for mine, other in zip(drafted_answers(bench, answers_of([GREEDY] * len(PROMPTS))), want, strict=True):
+        assert mine.chosen == other.chosen
+    bench.close()
+
+
+def test_a_right_head_saves_steps(tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step appends its drafts and one token more: the fewest steps that are possible."""
+    source = write_right_mtp(tmp_path, vocab_size=97)
+    settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE, "device": cpu}
+    plain = load_model(source, **settings)
+    head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
+    found = Headed(join_head(plain, head), plain, head, Reference(None, {}))
+    bench, steps = bench_of(found, monkeypatch), list[int]()
+    advance = bench.advance
+    monkeypatch.setattr(bench, "advance", lambda *given: steps.append(1) or advance(*given))  # type: ignore[func-returns-value]
+    answers = drafted_answers(bench, answers_of([GREEDY] * 3), tokens=25)
+    assert all(each.accepted == each.drafted for each in answers)
+    assert len(steps) == 24 // (DRAFTS_MAX + 1)
+    bench.close()
