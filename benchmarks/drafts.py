@@ -4,10 +4,12 @@
     python -m benchmarks.drafts [--model smollm2-135m] [--threads 1] [--json FILE]
     python -m benchmarks.drafts --draft-model FOLDER [--chance 0.7] --tasks random ...
     python -m benchmarks.drafts --draft-layers 2 [--chance 0.7] --tasks random ...
+    python -m benchmarks.drafts --heads mtp|eagle3 [--chance 0.7] --tasks random ...
 
 Without a draft model, drafts are those of lookup. A draft model has dummy weights too, and may have the shape of the
 model in fewer layers: its passes take their time, and each of its tokens is the recorded one with the chance
-`--chance`.
+`--chance`. Heads have dummy weights too: `mtp` is one more layer of the model, and `eagle3` a layer of its own with a
+vocabulary of 32,000 tokens.
 
 Two services with the same dummy weights, with and without drafts (a coordinator, a worker and this client as
 processes), replay the answers of `benchmarks.drafts_tasks`: the sampler of `benchmarks.drafts_worker` is made to
@@ -38,7 +40,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvforge import Client, SamplingParams
+from kvforge.worker.loading.eagle_heads import ARCHITECTURE
 from kvforge.worker.loading.source import MODEL_CONFIGS
+from kvforge.worker.model_path import MTP
 
 from .drafts_tasks import TASKS, Task, make
 from .drafts_worker import FIRST_SEED
@@ -186,6 +190,26 @@ def fewer_layers(model: str, layers: int, folder: Path) -> str:
     return str(place)
 
 
+def eagle_head(model: str, folder: Path) -> str:
+    """Write the configuration of an EAGLE-3 head of a model's size, and return its folder; see `fewer_layers`."""
+    known = MODEL_CONFIGS / f"{model}.json"
+    config = json.loads((known if known.is_file() else Path(model) / "config.json").read_text())
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    own = {name: config[name] for name in names}
+    place = folder / "eagle3"
+    place.mkdir()
+    named = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1}
+    (place / "config.json").write_text(json.dumps(own | named | {"draft_vocab_size": min(32_000, own["vocab_size"])}))
+    return str(place)
+
+
 def measure(
     services: dict[str, Service], task: Task, first_seed: int, batch: int, firsts: list[int]
 ) -> tuple[dict[str, list[float]], dict[str, Round]]:
@@ -219,6 +243,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="a shape that ships with kvforge, or a folder")
     parser.add_argument("--draft-model", default="", help="the shape of a draft model; without it, lookup drafts alone")
     parser.add_argument("--draft-layers", type=int, default=0, help="of a draft model of the model's shape; 0: none")
+    parser.add_argument("--heads", choices=("mtp", "eagle3"), help="dummy heads draft")
     parser.add_argument("--chance", type=float, default=0.7, help="that a token of the draft model is right [0.7]")
     parser.add_argument("--drafts", type=int, default=8, help="schedule.drafts_max [8]")
     parser.add_argument("--draft-rows", type=int, default=64, help="schedule.draft_rows_max [64]")
@@ -249,6 +274,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if options.draft_layers:
             options.draft_model = fewer_layers(options.model, options.draft_layers, Path(folder))
+        if options.heads:
+            options.draft_model = MTP if options.heads == MTP else eagle_head(options.model, Path(folder))
         answers = Path(folder) / "answers.npy"
         table = np.zeros((len(tasks) * requests, options.tokens), np.int64)
         for at, answer in enumerate(answer for task in tasks.values() for answer in task.answers):

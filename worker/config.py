@@ -36,8 +36,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         name: Unique among the coordinator's workers. All ranks of one worker share it.
         model: A path, or the name of a fetched model.
         draft_model: The same of a draft model: a small model with the same vocabulary, which drafts the next tokens.
-            mtp: the multi-token prediction module of the model's own checkpoint (see docs/drafts.md). It needs
-            `schedule.drafts_max` of the coordinator. "": none.
+            mtp: the multi-token prediction module of the model's own checkpoint. The folder of an EAGLE-3 head is
+            recognised (see docs/drafts.md). It needs `schedule.drafts_max` of the coordinator. "": none.
         runtime_dir: Folder of the coordinator's sockets.
         endpoint: `tcp://HOST:PORT` for a coordinator behind a network; "" for the socket in `runtime_dir`.
             The coordinator's shared tables must be visible at the same path (for a container: mount their folder).

@@ -1,4 +1,4 @@
-"""Heads of a checkpoint in real processes: answers keep their bits, and what heads store follows hits, forks and deaths.
+"""Heads of a checkpoint in real processes: answers keep their bits, and what heads store goes with blocks.
 
 The module of the checkpoint computes what the model does, so that each greedy draft must be accepted, wherever its K
 and V and the hidden states come from.
@@ -16,7 +16,6 @@ from kvforge import Client
 from kvforge.client.results import Finished
 from tests.worker.head_checkpoints import write_right_mtp
 from tools.cluster.cluster import Cluster
-from tools.cluster.running import tiny_model
 
 from .drafting_cluster import DraftingCluster
 from .midway import stopped_midway
@@ -145,8 +144,8 @@ def test_the_host_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(
         assert kv.stats().pools[0].host_loaded_total == before
 
 
-def test_a_model_without_a_module_is_refused(tmp_path: Path) -> None:
-    with Cluster(model=tiny_model(tmp_path, "qwen3_5"), coordinator=COORDINATOR, worker=MTP) as cluster:
+def test_a_model_with_recurrent_states_is_refused() -> None:
+    with Cluster(family="qwen3_5", coordinator=COORDINATOR, worker=MTP) as cluster:
         cluster.start_coordinator()
         cluster.start_worker("w0")
         assert cluster.end("w0") == 2

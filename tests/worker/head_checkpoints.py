@@ -65,7 +65,7 @@ def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         module[name] = tensors[name]
     drawn = torch.Generator().manual_seed(seed)
-    module |= {name: _other(name, weight, drawn) for name, weight in module.items() if name.startswith("model.layers.")}
+    module |= {name: _other(name, weight, drawn) for name, weight in sorted(module.items()) if "layers." in name}
     save_file(module, layer / WEIGHTS, {"format": "pt"})
     hidden = len(tensors["model.norm.weight"])
     begin, (token_norm, hidden_norm, projection, final_norm) = NAMES[family]
@@ -116,7 +116,7 @@ def _other(name: str, weight: torch.Tensor, drawn: torch.Generator) -> torch.Ten
 
 @dataclass
 class Reference:
-    """What heads compute for a sequence alone.
+    """Results of a head for a sequence alone.
 
     Attributes:
         model: transformers' model.
@@ -159,7 +159,7 @@ class Reference:
 
     def _before(self, tokens: Sequence[int]) -> torch.Tensor:
         hidden = self.hidden(tokens[:-1]) if len(tokens) > 1 else None
-        first = torch.zeros(1, self.tensors["model.norm.weight"].shape[0])
+        first = torch.zeros(1, self.model.config.hidden_size)
         return first if hidden is None else torch.cat((first, hidden))
 
 
@@ -196,6 +196,101 @@ class MtpReference(Reference):
         return self.layer.lm_head(hidden), hidden
 
 
+EAGLE = "eagle3"
+EAGLE_LAYERS, EAGLE_TAPS, EAGLE_TOKENS, THETA = 7, (2, 3, 4), 61, 10_000.0
+EAGLE_CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 97,
+    "draft_vocab_size": EAGLE_TOKENS,
+    "rms_norm_eps": EPSILON,
+    "rope_theta": THETA,
+}
+
+
+def write_eagle(folder: Path, **fields: Any) -> Path:
+    """Write a model of seven layers, `model`, and the folder of an EAGLE-3 head for it, which is returned.
+
+    fields: changes of the head's configuration.
+    """
+    save(folder / "model", "llama", {"num_hidden_layers": EAGLE_LAYERS, "rms_norm_eps": EPSILON})
+    drawn, place = torch.Generator().manual_seed(7), folder / EAGLE
+    config: dict[str, Any] = EAGLE_CONFIG | fields
+    hidden, inner, size = config["hidden_size"], config["intermediate_size"], 8
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {"fc": (hidden, 3 * 64), "lm_head": (config["draft_vocab_size"], hidden)}
+    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        shapes[f"midlayer.self_attn.{name}_proj"] = (count * size, 2 * hidden)
+    shapes["midlayer.self_attn.o_proj"] = (hidden, heads * size)
+    shapes |= {f"midlayer.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    shapes["midlayer.mlp.down_proj"] = (hidden, inner)
+    tensors = {f"{name}.weight": torch.randn(each, generator=drawn) * each[-1] ** -0.5 for name, each in shapes.items()}
+    norms = ("norm", *(f"midlayer.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")))
+    tensors |= {f"{name}.weight": 1 + 0.3 * torch.randn(hidden, generator=drawn) for name in norms}
+    known = torch.randperm(97, generator=drawn)[:EAGLE_TOKENS].sort().values
+    tensors["d2t"] = known - torch.arange(EAGLE_TOKENS)
+    tensors["t2d"] = torch.zeros(97, dtype=torch.bool).index_fill_(0, known, True)
+    place.mkdir()
+    save_file(tensors, place / WEIGHTS, {"format": "pt"})
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+class EagleReference(Reference):
+    """An EAGLE-3 head in plain torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=torch.float32, attn_implementation="eager"
+        )
+        self.tensors = load_file(folder / EAGLE / WEIGHTS)
+        self.config = json.loads((folder / EAGLE / "config.json").read_text())
+
+    def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return what three layers read, projected to one hidden state."""
+        ids = torch.tensor([tokens])
+        found = self.model.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        return torch.cat([found[layer][0] for layer in EAGLE_TAPS], 1) @ self.tensors["fc.weight"].T
+
+    def token(self, logits: torch.Tensor) -> int:
+        """Return the model's token of the head's greedy one."""
+        chosen = int(logits.argmax())
+        return chosen + int(self.tensors["d2t"][chosen])
+
+    def run(self, tokens: Sequence[int], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer; see `Reference.run`."""
+        of, own = self.tensors, "midlayer."
+        embedded = self.model.model.embed_tokens.weight[torch.tensor(tokens)]
+        normed = rms(before, of[f"{own}hidden_norm.weight"])
+        given = torch.cat((rms(embedded, of[f"{own}input_layernorm.weight"]), normed), 1)
+        residual = normed if self.config.get("norm_before_residual") else before
+        count, size = len(tokens), 8
+        query, key, value = (
+            (given @ of[f"{own}self_attn.{name}_proj.weight"].T).view(count, -1, size).transpose(0, 1) for name in "qkv"
+        )
+        angles = torch.arange(count)[:, None] * THETA ** (-torch.arange(0, size, 2) / size)
+        cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            return x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
+
+        shared = len(query) // len(key)
+        key, value = (each.repeat_interleave(shared, 0) for each in (turned(key), value))
+        scores = turned(query) @ key.transpose(1, 2) * size**-0.5
+        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
+        attended = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+        residual = residual + attended @ of[f"{own}self_attn.o_proj.weight"].T
+        normed = rms(residual, of[f"{own}post_attention_layernorm.weight"])
+        gate, up = (normed @ of[f"{own}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        residual = residual + (torch.nn.functional.silu(gate) * up) @ of[f"{own}mlp.down_proj.weight"].T
+        return rms(residual, of["norm.weight"]) @ of["lm_head.weight"].T, residual
+
+
 def write_right_mtp(folder: Path, seed: int = 0, **fields: Any) -> Path:
     """Write a checkpoint with a module that computes what the model does: each of its greedy drafts is right.
 
@@ -215,9 +310,9 @@ def write_right_mtp(folder: Path, seed: int = 0, **fields: Any) -> Path:
     place, drawn = folder / f"right-{seed}", torch.Generator().manual_seed(seed)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(place)
     first = load_file(place / WEIGHTS)
-    for name, weight in first.items():
-        norm = "norm" in name
-        first[name] = torch.ones_like(weight) if norm else torch.randn(weight.shape, generator=drawn) * 0.3
+    for name, weight in sorted(first.items()):
+        numbers = torch.randn(weight.shape, generator=drawn) * (1.0 if "layers" in name else 0.3)
+        first[name] = torch.ones_like(weight) if "norm" in name else numbers
     table = first["model.embed_tokens.weight"]
     table *= (1 - EPSILON) ** 0.5 * table.pow(2).mean(1, keepdim=True).rsqrt()
     first["model.norm.weight"][-1] = 0.0

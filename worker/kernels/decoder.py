@@ -200,8 +200,8 @@ class FusedDecoder:
         """Run all layers.
 
         Args:
-            residual: What the first layer adds to, [tokens, hidden]; changed.
-            normed: What the first layer reads, [tokens, n].
+            residual: The sum that the first layer adds to, [tokens, hidden]; changed.
+            normed: The input of the first layer, [tokens, n].
             positions: [tokens] int64 on the device.
             batch: Structure of the batch.
             pool: The KV pool.
@@ -269,7 +269,7 @@ class FusedDecoder:
         """Store K and V of a layer, without its attention and its feed-forward block.
 
         Args:
-            normed: What the layer reads, [tokens, n].
+            normed: The input of the layer, [tokens, n].
             positions: [tokens] int64 on the device.
             batch: Structure of the batch.
             pool: The KV pool.

@@ -1,4 +1,4 @@
-"""What a pass keeps of the layers that it runs through."""
+"""Residuals that a pass keeps."""
 
 from __future__ import annotations
 

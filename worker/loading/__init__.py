@@ -18,7 +18,7 @@ model.py        the loaded model and its forward pass; fusion.py: the fused form
 probe.py        each layer's attention parameters; verification.py: compares with transformers' own results
 row_independence.py   transformers' own layers with row-independent parts; trial.py: tests that independence
 determinism.py  the determinism guarantee of a model, or the reason why there is none
-draft_model.py, beside.py   joins a model with what drafts for it; heads.py: heads, and mtp*.py: those of checkpoints
+draft_model.py, beside.py   joins a model with what drafts for it; heads.py: heads; mtp*.py, eagle_heads.py load them
 serving_kernels.py   the kernels that serve the model, for people
 load.py         the whole load, in order
 

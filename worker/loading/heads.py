@@ -29,7 +29,7 @@ from kvforge.worker.kernels.layer_weights import Norm
 
 
 class Front(Protocol):
-    """What a head computes before its layer.
+    """The first part of a head, before its layer.
 
     Attributes:
         goes_on_normed: Whether the next draft reads the result behind the head's final norm, not before it.
@@ -50,7 +50,7 @@ class Front(Protocol):
         Args:
             ops: Operations of the layer.
             embedded: Embeddings of the tokens, [tokens, hidden].
-            before: What is stored of the positions before, [tokens, size].
+            before: Stored hidden states of the positions before, [tokens, size].
             norm: The norm at the beginning of the layer; None: it has none.
         """
 
@@ -103,7 +103,7 @@ class DraftHead:
         vocab_size: Size of the model's vocabulary.
         model: The model's decoder, which has the embeddings.
         decoder: Its layer, its final norm and its vocabulary head.
-        front: What it computes before its layer.
+        front: Its part before the layer.
         bytes: Bytes of its weights.
         taps: See `beside.DraftSource`.
         drafted: [n] int64 on the device, the model's token of each row of the vocabulary head; None: the same.
@@ -135,7 +135,7 @@ class DraftHead:
         pool: KvPool,
     ) -> None:
         """Store the hidden states, and the layer's K and V; see `beside.DraftSource`."""
-        spare = (pool.blocks - 1) * pool.block_size  # of a scratch block, whose hidden states nothing reads
+        spare = (pool.blocks - 1) * pool.block_size  # of a scratch block: nothing reads hidden states there
         store_hidden(self.front.stored(hidden), pool.layers[-1], batch, spare)
         _, normed = self._start(token_ids, self.hidden_before(batch, pool))
         self.decoder.write_keys(normed, positions, batch, pool)

@@ -83,7 +83,7 @@ def with_hidden(geometry: KvGeometry, size: int) -> KvGeometry:
 
 
 def refuse_unfit(model: LoadedModel, setting: str) -> None:
-    """Refuse a model whose hidden states heads cannot read.
+    """Refuse a model with hidden states that heads cannot read.
 
     Raises:
         InvalidConfiguration: Names `draft_model`.

@@ -26,6 +26,8 @@ from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.kernels.sharing import share_memory
 from kvforge.worker.loading import Progress
 from kvforge.worker.loading.draft_model import join_draft_model, join_head
+from kvforge.worker.loading.eagle_heads import is_eagle_head, load_eagle_head
+from kvforge.worker.loading.heads import DraftHead
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
@@ -250,16 +252,24 @@ class Engine:
             settings = shared | {"kv_dtype": "auto", "context_tokens_max": config.context_tokens_max}
             load = partial(load_model, source, **settings, progress=self._draft_progress, mtp=True)
             head = load_mtp_head(source, model, config.load_format, config.seed, load)
-            log.info("drafts: %s in %s, weights in %s", head.info.name, head.info.dtype, head.info.weight_dtype)
-            return join_head(model, head)
+            return self._joined(model, head)
+        draft_source = find_draft_model(config)
+        if is_eagle_head(draft_source, config.load_format):
+            self._progress("draft model: loading an EAGLE-3 head", 1.0)
+            eagle = load_eagle_head(draft_source, model, config.load_format, config.attention, config.seed)
+            return self._joined(model, eagle)
         # Its layers keep all tokens: a block of theirs is a block of the layers without a window.
         draft = load_model(
-            find_draft_model(config),
+            draft_source,
             **shared,
             progress=self._draft_progress,
         )
         log.info("draft model: %s in %s, weights in %s", draft.info.name, draft.info.dtype, draft.info.weight_dtype)
         return join_draft_model(model, draft)
+
+    def _joined(self, model: LoadedModel, head: DraftHead) -> LoadedModel:
+        log.info("drafts: %s in %s, weights in %s", head.info.name, head.info.dtype, head.info.weight_dtype)
+        return join_head(model, head)
 
     def _draft_progress(self, phase: str, fraction: float) -> None:
         self._progress(f"draft model: {phase}", fraction)

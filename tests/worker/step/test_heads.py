@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,21 @@ import torch
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading.draft_model import join_head
+from kvforge.worker.loading.eagle_heads import load_eagle_head
 from kvforge.worker.loading.heads import DraftHead
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
-from tests.worker.head_checkpoints import NAMES, MtpReference, Reference, write_mtp, write_right_mtp
+from tests.worker.head_checkpoints import (
+    EAGLE,
+    NAMES,
+    EagleReference,
+    MtpReference,
+    Reference,
+    write_eagle,
+    write_mtp,
+    write_right_mtp,
+)
 from tests.worker.step.test_draft_model import drafted_answers, drafter_of, nan_pool, proposed, without_lookup
 from tests.worker.step.test_drafts import BLOCKS, DRAFTS_MAX, PROMPTS, SAMPLINGS, Answer, Drafting, answers_of, none
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
@@ -46,14 +57,22 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
     def make(family: str, kernels: bool = True) -> Headed:
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            write_mtp(folders[family], family)
+            write = write_eagle if family == EAGLE else partial(write_mtp, family=family)
+            write(folders[family])
         if (family, kernels) not in made:
-            source = folders[family] / family
+            source = folders[family] / ("model" if family == EAGLE else family)
             settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
             settings["device"] = replace(cpu, kernels=kernels)
             plain = load_model(source, **settings)
-            head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
-            reference = MtpReference(folders[family], family)
+            reference: Reference
+            if family == EAGLE:
+                head, reference = (
+                    load_eagle_head(folders[family] / EAGLE, plain, "auto"),
+                    EagleReference(folders[family]),
+                )
+            else:
+                head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
+                reference = MtpReference(folders[family], family)
             made[family, kernels] = Headed(join_head(plain, head), plain, head, reference)
         return made[family, kernels]
 
@@ -77,7 +96,7 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [*NAMES, EAGLE])
 def test_logits_are_those_of_the_definition(
     family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +128,7 @@ def test_logits_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [*NAMES, EAGLE])
 def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     family: str, graphs: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,12 +153,13 @@ def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     bench.close()
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", EAGLE])
 @pytest.mark.parametrize("copied", [BLOCK_SIZE, 2])
 def test_forks_go_on_with_the_hidden_states_of_their_origin(
-    copied: int, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+    copied: int, family: str, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork goes on behind a block's end, and inside a block; the other row goes on too."""
-    found = headed("glm4_moe")
+    found = headed(family)
     bench = bench_of(found, monkeypatch)
     parent, child = Answer(0, GREEDY, most=DRAFTS_MAX), Answer(1, GREEDY, most=DRAFTS_MAX)
     bench.begin([parent])
@@ -187,9 +207,12 @@ def test_a_step_in_flight_keeps_its_hidden_states(
     bench.close()
 
 
-def test_graphs_of_prompts_feed_heads(headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["glm4_moe", EAGLE])
+def test_graphs_of_prompts_feed_heads(
+    family: str, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A captured step has rows with prompt tokens, decodes, and padding."""
-    found = headed("glm4_moe")
+    found = headed(family)
     bench = bench_of(found, monkeypatch, graphs=True)
     graphs, launched = bench.runner.prompt_graphs, list[int]()
     assert graphs is not None
