@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import numpy.ma  # noqa: F401 - np.unique imports it at its first call, for 50 ms in the middle of a turn
+
 from kvforge.protocol import codec, steady_clock, token
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, StateRemoved
 from kvforge.protocol.layout import Geometry, file_bytes

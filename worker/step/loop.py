@@ -24,6 +24,7 @@ from types import FrameType
 
 import msgspec
 import numpy as np
+import numpy.ma  # np.unique imports it at its first call, for 50 ms in the middle of a step
 
 from kvforge.protocol import token
 from kvforge.protocol.errors import (
