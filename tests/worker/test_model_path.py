@@ -24,3 +24,7 @@ def test_a_missing_draft_model_is_named_as_such(tmp_path: Path) -> None:
 
 def test_without_a_draft_model_none_is_looked_for(tmp_path: Path) -> None:
     assert find_draft_model(WorkerConfig(name="w0", model=str(tmp_path))) == ""
+
+
+def test_the_module_of_the_checkpoint_is_no_path(tmp_path: Path) -> None:
+    assert find_draft_model(WorkerConfig(name="w0", model=str(tmp_path), draft_model="mtp")) == "mtp"

@@ -18,13 +18,15 @@ class DrafterCosts:
 
     Attributes:
         host_bytes_max: The most host memory that it takes.
-        device_bytes: Device memory of its weights and buffers.
+        device_bytes: Device memory of its weights, and of what it stores in blocks.
+        block_bytes: Bytes of each block for what it stores there.
         passes: Passes of a model for one proposal; 0: it needs none, and a wrong draft costs its row alone.
         note: For people: time, and what it grows with.
     """
 
     host_bytes_max: int
     device_bytes: int = 0
+    block_bytes: int = 0
     passes: int = 0
     note: str = ""
 

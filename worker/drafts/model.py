@@ -49,6 +49,7 @@ class DraftModel(Protocol):
 
     Attributes:
         device_bytes: Device memory of its weights and of its K and V.
+        block_bytes: Bytes of its K and V in each block, and of hidden states that it reads.
         name: The name of the model, for people.
         rows_max: The most rows of a call.
         tokens_max: The most tokens of a row.
@@ -57,6 +58,7 @@ class DraftModel(Protocol):
     """
 
     device_bytes: int
+    block_bytes: int
     name: str
     rows_max: int
     tokens_max: int
@@ -89,7 +91,7 @@ class ModelDrafter:
         """What it costs."""
         lookup, model = self.lookup.costs, self._model
         note = f"a pass of {model.name} for each proposed token, for all rows together; lookup: {lookup.note}"
-        return DrafterCosts(lookup.host_bytes_max, model.device_bytes, model.tokens_max, note)
+        return DrafterCosts(lookup.host_bytes_max, model.device_bytes, model.block_bytes, model.tokens_max, note)
 
     def begin(self, slot: int, prompt: Int32Array, generated: Int32Array, most: int, shared: int = 0) -> None:
         """Assign a slot to a new request; see `Drafter.begin`."""

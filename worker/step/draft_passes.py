@@ -54,7 +54,7 @@ class DraftPasses:
         self._scratch = pool.geometry.scratch_per_row
         self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
-        self.device_bytes = draft.bytes + pool.beside.bytes
+        self.device_bytes, self.block_bytes = draft.bytes + pool.beside.bytes, draft.geometry.bytes_per_block
         self._before, self._failed, self.took_ns = before, False, 0
         self._tokens = min(vocab_size, draft.vocab_size)
 

@@ -193,8 +193,9 @@ class Engine:
         """Describe the kernels in use, by purpose, for people."""
         kernels = serving_kernels(self.model)
         if self.model.draft is not None:
-            info = self.model.draft.info
-            kernels["drafts"] = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
+            info, stored = self.model.draft.info, self.model.draft.geometry.bytes_per_block
+            text = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
+            kernels["drafts"] = f"{text}; {stored} bytes of each block"
         if self.disk is not None:
             kernels["disk tier"] = self.disk.how
         if self._cores is not None and self.device.computes_on_cores:

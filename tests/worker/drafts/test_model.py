@@ -19,6 +19,7 @@ MOST, TABLE, PASSES_NS = 6, np.zeros(4, np.int32), 10
 class Counting:
     """A draft model that counts up from a row's last token."""
 
+    block_bytes = 7
     device_bytes, name, rows_max, tokens_max, context_tokens_max = 100, "counting", 3, 8, 40
 
     def __init__(self) -> None:
@@ -177,7 +178,7 @@ def test_drafts_of_lookup_teach_nothing_about_the_model(drafter: ModelDrafter) -
 
 def test_the_costs_name_the_model_and_its_passes(drafter: ModelDrafter) -> None:
     costs = drafter.costs
-    assert (costs.device_bytes, costs.passes) == (100, 8)
+    assert (costs.device_bytes, costs.block_bytes, costs.passes) == (100, 7, 8)
     assert "counting" in costs.note
     assert costs.host_bytes_max == drafter.lookup.costs.host_bytes_max
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvforge.worker.device.device import Device
+from kvforge.worker.attention.pool import KvPool
+from kvforge.worker.attention.windows import WindowLimits, WindowTables
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.draft_model import join_head
 from kvforge.worker.loading.eagle_heads import load_eagle_head
 from kvforge.worker.loading.heads import DraftHead
@@ -265,3 +267,73 @@ def test_a_right_head_saves_steps(tmp_path: Path, cpu: Device, monkeypatch: pyte
     assert all(each.accepted == each.drafted for each in answers)
     assert len(steps) == 24 // (DRAFTS_MAX + 1)
     bench.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kind", ["mtp", EAGLE])
+def test_heads_on_a_gpu(
+    kind: str, graphs: bool, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    settings: dict[str, Any] = {"dtype": "bfloat16", "device": device, "block_size": 16}
+    if kind == EAGLE:
+        head_folder = write_eagle(tmp_path)
+        source = tmp_path / "model"
+    else:
+        source = write_right_mtp(tmp_path, vocab_size=97, hidden_size=128, head_dim=32, moe_intermediate_size=64)
+    plain = load_model(source, **settings, kv_dtype=kv_dtype)
+    want = [Drafting(plain, graphs).answer([each], none)[0] for each in answers_of(list(SAMPLINGS.values()))]
+    if kind == EAGLE:
+        head = load_eagle_head(head_folder, plain, "auto")
+    else:
+        head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
+    bench = without_lookup(Drafting(join_head(plain, head), graphs), monkeypatch)
+    monkeypatch.setattr(drafter_of(bench).pacing, "is_due", lambda *_: True)
+    if bench.runner.draft_graphs is not None:
+        bench.runner.draft_graphs.capture()
+        assert bench.runner.draft_graphs.sizes, "captured"
+    if kind == EAGLE:
+        reference, right, first = EagleReference(tmp_path), 0, Answer(0, GREEDY, most=1)
+        outcome = bench.begin([first])
+        for _ in range(20):
+            right += proposed(outcome)[0] == reference.drafts([*first.prompt, *first.tokens], 1)
+            outcome = bench.advance([first], none)
+        assert right >= 12, "most drafts are those of float32"
+    got = drafted_answers(bench, answers_of(list(SAMPLINGS.values())))
+    assert [each.chosen for each in got] == [each.chosen for each in want]
+    assert got[0].drafted > 0
+    if kind == "mtp":
+        assert got[0].accepted >= 0.8 * got[0].drafted, "the module computes what the model does"
+    bench.close()
+
+
+def test_models_that_keep_windows_have_heads(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own K and V lie in pages, and those of the head in memory of its own."""
+    fields = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 16}
+    limits = WindowLimits(8, 16, 16)
+    plain = tiny("gemma3_text", windows=limits, **fields)
+    load = partial(load_model, tmp_path / "gemma3_text", load_format="dummy", dtype="float32", device=plain.device)
+    head = load_mtp_head(tmp_path / "gemma3_text", plain, "dummy", 0, partial(load, block_size=BLOCK_SIZE, mtp=True))
+    model = join_head(plain, head)
+    assert model.geometry.is_paged
+    assert not head.geometry.is_paged
+    assert model.geometry.beside == head.geometry
+    pool = KvPool(model.geometry, 8, model.device)
+    assert pool.beside is not None
+    tables = np.arange(2, dtype=np.int32)[None]
+    windows = WindowTables(np.zeros(1, np.int64), np.arange(2, 4, dtype=np.int32).reshape(1, 2, 1))
+    batch = pool.batch(tables, i4(0), i4(6), windows=windows)
+    tokens = torch.tensor([5, 9, 31, 7, 7, 2])
+    model.forward(tokens, torch.arange(6), torch.tensor([5]), batch, pool)
+    assert batch.beside is not None
+    before = head.hidden_before(batch.beside, pool.beside)
+    assert before[1:].isfinite().all()
+    assert before[1:].any(1).all()
+    assert not before[0].any()
+    pool.close()
