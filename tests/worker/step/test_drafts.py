@@ -91,7 +91,7 @@ class Drafting:
         self.model = model
         self.pool = KvPool(model.geometry, BLOCKS * SLOTS, model.device)
         for cache in self.pool.tensors():
-            cache.fill_(float("nan"))
+            cache.fill_(float("nan") if cache.is_floating_point() else 127)
         self.runner = ModelRunner(
             model,
             self.pool,

@@ -337,3 +337,33 @@ def test_models_that_keep_windows_have_heads(
     assert before[1:].any(1).all()
     assert not before[0].any()
     pool.close()
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [{"weight_dtype": "int8"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}, {"kernels": False, "dtype": "bfloat16"}],
+    ids=["int8 weights", "int8 KV", "bfloat16", "bfloat16 in plain torch"],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_have_the_formats_of_the_model(
+    tied: bool,
+    formats: dict[str, Any],
+    tiny: Callable[..., LoadedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights are packed and quantised as the model's are; K and V and hidden states of heads are not quantised."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "tie_word_embeddings": tied}
+    plain = tiny("llama", **formats, **sizes)
+    settings = {"dtype": formats.get("dtype", "float32"), "weight_dtype": formats.get("weight_dtype", "dtype")}
+    own: dict[str, Any] = {"load_format": "dummy", "device": plain.device, "block_size": BLOCK_SIZE}
+    load = partial(load_model, tmp_path / "llama", **settings, **own)
+    head = load_mtp_head(tmp_path / "llama", plain, "dummy", 0, partial(load, mtp=True))
+    assert head.info.weight_dtype == plain.info.weight_dtype
+    assert head.geometry.kv_dtype == settings["dtype"]
+    want = [Drafting(plain).answer([each], none, 8)[0] for each in answers_of([GREEDY] * 3)]
+    bench = without_lookup(Drafting(join_head(plain, head)), monkeypatch)
+    for mine, other in zip(drafted_answers(bench, answers_of([GREEDY] * 3), 8), want, strict=True):
+        assert mine.chosen == other.chosen
+        assert mine.drafted > 0
+    bench.close()
