@@ -5,7 +5,8 @@ device waits for its result to reach the coordinator, and for the next step. Tha
 time between two results has more than the step. Steps without drafts overlap; of one that did not, because drafts were
 due, the way says little: such steps would overlap if there were no drafts. Until a step with drafts was measured, its
 way is the shortest of steps alone: the first step of a worker takes several times as long as others. Such steps come
-later too, as where a graph is captured: of the last three ways the one in the middle counts.
+later too, as where a graph is captured: of the last three ways the one in the middle counts, of the first two the
+shorter one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RowCosts:
     Attributes:
         line: Times of steps by their rows, each draft a row.
         plain_way, drafted_way: What the time between results has more, of steps without and with drafts; or UNKNOWN.
-        last_way, way_before: Those of the last two steps with drafts; UNKNOWN before the first.
+        last_way, way_before: Those of the last two steps with drafts; UNKNOWN before these.
     """
 
     def __init__(self) -> None:
@@ -44,9 +45,11 @@ class RowCosts:
         way = UNIT * max(0, min(elapsed_us, DURATION_US_MAX) - duration_us)
         if drafts:
             if self.last_way == UNKNOWN:
-                self.last_way = self.way_before = self.drafted_way = _shortest(self.drafted_way, way)
-            middle = sorted((way, self.last_way, self.way_before))[1]
-            self.drafted_way = _averaged(self.drafted_way, middle)
+                self.drafted_way = _shortest(self.drafted_way, way)
+            elif self.way_before == UNKNOWN:
+                self.drafted_way = min(way, self.last_way)
+            else:
+                self.drafted_way = _averaged(self.drafted_way, sorted((way, self.last_way, self.way_before))[1])
             self.last_way, self.way_before = way, self.last_way
         elif not alone:
             # Down at once, for the first way may be that of a step alone.
