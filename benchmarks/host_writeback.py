@@ -22,7 +22,7 @@ from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import Blocks
 from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.host_copies import HostCopies
-from kvforge.coordinator.core.cache.host_tier import HostTiers
+from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.sequences import Sequences

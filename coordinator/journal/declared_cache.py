@@ -12,7 +12,7 @@ from kvforge.protocol.messages import ModelInfo
 from ..core.cache.disk_orders import DiskOrder
 from ..core.cache.groups import FormingCheckpoint
 from ..core.cache.host_copies import HostLoad, SentCopies
-from ..core.cache.host_tier import HostNode
+from ..core.cache.host_node import HostNode
 from ..core.cache.host_yield import OnceShare
 from ..core.cache.wipes import WipedTenant
 from .field_markers import (

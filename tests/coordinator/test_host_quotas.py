@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvforge.coordinator.core.cache.host_lru import HostLru
-from kvforge.coordinator.core.cache.host_tier import HostTier, HostTiers
+from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.limits import Limits, Quota
 from kvforge.coordinator.journal import snapshot

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from kvforge.coordinator.core.cache.host_parts import CHECKPOINT, part_number
-from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.protocol.messages import Step, StepResult
 from tests.coordinator.driver import continuation
 from tests.coordinator.test_host_tier import SIZE, HostDriver, HostFile, HostWorker
 from tests.coordinator.test_states import BLOCKS, CHUNK, StatefulWorker
-from tools.simulation.digest import state_digest
 
 FIRST, SECOND = [7 * i % 50 + 1 for i in range(30)], [11 * i % 47 + 2 for i in range(30)]
 END = 24  # the last multiple of a chunk before the last token
@@ -132,15 +128,3 @@ def test_a_successor_goes_on_from_a_checkpoint_that_was_written_back() -> None:
         assert driver.answer_of(request) == continuation(FIRST, 24)
         again[writeback] = driver.machine.requests.recomputed_tokens_total
     assert again[0] >= len(FIRST) + 17 and again[4] <= 16
-
-
-def test_a_snapshot_keeps_checkpoints_on_the_host(tmp_path: Path) -> None:
-    driver, _ = hosted()
-    driver.serve(FIRST)
-    driver.serve(SECOND)
-    driver.submit(FIRST, 2)
-    driver.turn()
-    snapshot.write(tmp_path / "state", driver.machine, snapshot.Head(version=STATE_VERSION, now_us=0, numbers=0))
-    machine = snapshot.Snapshot(tmp_path / "state").machine()
-    machine.check_invariants()
-    assert state_digest(machine) == state_digest(driver.machine)

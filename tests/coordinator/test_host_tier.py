@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,11 +10,10 @@ import pytest
 
 from kvforge.coordinator.core.cache import host_copies
 from kvforge.coordinator.core.cache.host_copies import HostCopies
-from kvforge.coordinator.core.cache.host_tier import HostTier, HostTiers
+from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.events import FromWorker, ToWorker
 from kvforge.coordinator.core.reporting.statistics import pool_row
-from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.protocol.messages import (
     MISSED_CHECKSUM,
     MISSED_TAG,
@@ -28,7 +26,6 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import POOL_COUNTS
 from tests.coordinator.driver import Driver, FakeWorker, continuation, model_info
-from tools.simulation.digest import state_digest
 
 SIZE = 4
 FIRST, SECOND = [7 * i % 50 + 1 for i in range(17)], [11 * i % 47 + 2 for i in range(17)]
@@ -526,23 +523,3 @@ def test_statistics_have_the_books_of_the_host_file() -> None:
     assert (pool.host_blocks, pool.host_free, pool.host_cached) == (8, tier.free, tier.cached)
     assert (pool.host_saved_total, pool.host_loaded_total) == (tier.saved_total, tier.loaded_total)
     assert pool.host_saved_total > 0 < pool.host_loaded_total
-
-
-# behaviour: a snapshot keeps the tier, with copies that are pending and in flight
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_snapshot_keeps_entries_and_copies(answered: bool, tmp_path: Path) -> None:
-    driver, worker = hosted()
-    evicted(driver)
-    driver.submit(FIRST, 2)
-    driver.turn()
-    assert worker.inbox[0].host_reads.size and worker.inbox[0].host_writes.size
-    if answered:
-        driver.answer(worker)
-    snapshot.write(tmp_path / "state", driver.machine, snapshot.Head(version=STATE_VERSION, now_us=0, numbers=0))
-    machine = snapshot.Snapshot(tmp_path / "state").machine()
-    machine.check_invariants()
-    assert state_digest(machine) == state_digest(driver.machine)
-    (group,) = machine.cache.groups.values()
-    assert group.host is not None and group.pool.host is group.host
-    assert group.host.tier is machine.cache.host_tiers.tiers["file"]
-    assert len(group.host.sent) == (0 if answered else 1)

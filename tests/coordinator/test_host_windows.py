@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvforge.coordinator.core.cache.blocks import WINDOW
+from kvforge.coordinator.core.cache.host_node import HostNode
 from kvforge.coordinator.core.cache.host_parts import part_number
-from kvforge.coordinator.core.cache.host_tier import HostNode
-from kvforge.coordinator.journal import snapshot
-from kvforge.coordinator.journal.entries import STATE_VERSION
 from kvforge.protocol.messages import Explain, Rewind
 from tests.coordinator.driver import FakeWorker, continuation
 from tests.coordinator.test_host_tier import HostDriver, HostFile, HostWorker, books
 from tests.coordinator.test_windows import PAGES, RING, SIZE, WINDOW_TOKENS, WindowWorker, lose_windows
-from tools.simulation.digest import state_digest
 
 FIRST, SECOND = [7 * i % 50 + 1 for i in range(25)], [11 * i % 47 + 2 for i in range(25)]
 FULL = len(FIRST) // SIZE
@@ -190,18 +186,6 @@ def test_a_file_that_is_full_gives_window_blocks_up_before_their_entry() -> None
     nodes = driver.tier.nodes.values()
     assert driver.tier.evicted_total > 0
     assert all(driver.tier.nodes[node.parent].written for node in nodes if part_number(node.tokens) >= 0)
-
-
-def test_a_snapshot_keeps_window_blocks_on_the_host(tmp_path: Path) -> None:
-    driver, _ = hosted()
-    driver.serve(FIRST)
-    driver.serve(SECOND)
-    driver.submit(FIRST, 2)
-    driver.turn()
-    snapshot.write(tmp_path / "state", driver.machine, snapshot.Head(version=STATE_VERSION, now_us=0, numbers=0))
-    machine = snapshot.Snapshot(tmp_path / "state").machine()
-    machine.check_invariants()
-    assert state_digest(machine) == state_digest(driver.machine)
 
 
 def test_a_window_block_is_explained() -> None:

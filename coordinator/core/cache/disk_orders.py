@@ -7,7 +7,7 @@ import numpy as np
 
 from kvforge.protocol.messages import DISK_WIPE, DISK_WRITE, DiskOrders
 
-from .host_tier import HostNode
+from .host_node import HostNode
 
 
 class DiskOrder(msgspec.Struct):

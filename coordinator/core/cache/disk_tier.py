@@ -17,8 +17,9 @@ import numpy as np
 from kvforge.protocol.messages import DiskStats
 
 from .hashing import BlockHasher, Hashes
+from .host_node import NO_HOST_BLOCK
 from .host_parts import part_number, part_value
-from .host_tier import NO_HOST_BLOCK, HostTier
+from .host_tier import HostTier
 from .prefix_cache import Tokens, root_key
 from .tenants import Shares
 from .wipes import NO_TAG, Wipes

@@ -32,8 +32,9 @@ from .blocks import KV, BlockIds, Blocks
 from .costs import StepCosts
 from .disk_copies import DiskCopies
 from .hashing import Hashes
+from .host_node import NO_HOST_BLOCK, HostNode
 from .host_parts import CHECKPOINT, part_tokens, part_value
-from .host_tier import NO_HOST_BLOCK, HostNode, HostTier
+from .host_tier import HostTier
 from .host_yield import needed_yield
 from .prefix_cache import PrefixCache, Tokens, root_key
 from .sequences import Sequences

@@ -22,56 +22,16 @@ from __future__ import annotations
 from collections import Counter
 from itertools import takewhile
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from .hashing import Hashes
 from .host_lru import HostLru
+from .host_node import NO_HOST_BLOCK, HostNode, Tokens
 from .host_parts import part_tokens, part_value
 from .host_yield import HostYield
-from .tenants import Shares, Tenants
+from .tenants import Shares
 from .wipes import NO_TAG, Wipes
-
-Tokens = npt.NDArray[np.int32]
-NO_HOST_BLOCK = -1
-NO_ENTRY = -1
-
-
-class HostNode(msgspec.Struct):
-    """A block of tokens behind a prefix.
-
-    Attributes:
-        parent: The node of the block before it, or a root key (`prefix_cache.root_key`).
-        value: Its chained hash, unsigned 64 bit. It is also the tag that the worker stores beside the block.
-        tokens: Its tokens, int32 in native order; of a part, its number (`host_parts`).
-        entry: The key of the device entry that was last seen with this content; NO_ENTRY for none.
-        block: Its host block; NO_HOST_BLOCK for none.
-        written: A worker has acknowledged the copy into the block.
-        readers: Copies out of the block that are pending or in flight.
-        children: Nodes behind it.
-        whole: `HostTier.breaks` when all blocks before it were in the tier; -1: that was not seen.
-        once: Its block was used once when the pool evicted it, and was not read since; see `HostYield`.
-        owner: The tenant that is charged for its block; 0 for none.
-        damaged: A read did not find the content in the block, which is freed once nothing reads it.
-        tag: The tenant that was charged when the entry was made, as `Wipes` names it; NO_TAG for none.
-        wiped: The tenant was wiped: the entry is dropped once no copy uses its block, and its bytes are overwritten.
-    """
-
-    parent: int
-    value: int
-    tokens: bytes
-    entry: int = NO_ENTRY
-    block: int = NO_HOST_BLOCK
-    written: bool = False
-    readers: int = 0
-    children: int = 0
-    damaged: bool = False
-    owner: int = 0
-    tag: int = NO_TAG
-    wiped: bool = False
-    whole: int = -1
-    once: bool = False
 
 
 class HostTier:
@@ -510,58 +470,3 @@ class HostTier:
         assert len(self._by_value) == len(self.nodes) <= self._nodes_max, "hashes of nodes"
         parents = [node.parent for node in self.nodes.values() if node.parent > 0]
         assert len(parents) == sum(node.children for node in self.nodes.values()), "children of nodes"
-
-
-class HostTiers:
-    """The tiers of all files that workers have announced, also of those that no worker has mapped now.
-
-    Attributes:
-        tiers: By identity, those that were mapped last at the end.
-    """
-
-    def __init__(
-        self,
-        tiers_max: int,
-        ancestors_max: int,
-        tenants: Tenants | None = None,
-        wipes: Wipes | None = None,
-        window: int = 0,
-    ) -> None:
-        self._tiers_max, self._ancestors_max, self._tenants, self._wipes = tiers_max, ancestors_max, tenants, wipes
-        self._window = window
-        self.tiers: dict[str, HostTier] = {}
-
-    def is_mapped(self, identity: str) -> bool:
-        """Return whether a worker that is registered has the file mapped."""
-        tier = self.tiers.get(identity)
-        return tier is not None and tier.epoch > 0
-
-    def attach(self, identity: str, total: int, epoch: int, new: bool = False) -> HostTier:
-        """Return the books of a file that a worker announces: those of an earlier worker, or new ones.
-
-        Args:
-            identity: The identity of the file.
-            total: Its blocks.
-            epoch: The registration of the worker.
-            new: The file has no bytes of entries.
-        """
-        tier = self.tiers.pop(identity, None)
-        if tier is None or tier.total != total:
-            tier = self.new(identity, total)
-            tier.stale.update(() if new else range(total))
-        self.tiers[identity] = tier
-        tier.attach(epoch)
-        unmapped = [known for known, each in self.tiers.items() if not each.epoch]
-        for known in unmapped[: max(0, len(self.tiers) - self._tiers_max)]:
-            del self.tiers[known]
-        return tier
-
-    def new(self, identity: str, total: int) -> HostTier:
-        """Return empty books of a file."""
-        shares = self._tenants.host_shares if self._tenants is not None else None
-        return HostTier(identity, total, 4 * total + self._ancestors_max, shares, self._wipes, self._window)
-
-    def check_invariants(self) -> None:
-        """Check the books of each file."""
-        for tier in self.tiers.values():
-            tier.check_invariants()

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .host_copies import HostCopies
+from .host_node import NO_HOST_BLOCK, HostNode
 from .host_parts import CHECKPOINT
-from .host_tier import NO_HOST_BLOCK, HostNode
 
 BACKLOG_MAX = 1 << 16  # a block beyond is copied with one behind it, or when it is evicted
 NO_KEY = -1

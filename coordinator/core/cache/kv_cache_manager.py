@@ -22,7 +22,8 @@ from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher
 from .host_copies import HostCopies
-from .host_tier import HostTier, HostTiers
+from .host_tier import HostTier
+from .host_tiers import HostTiers
 from .host_writeback import HostWriteback
 from .indexing import Indexing
 from .kept import KeptSequences

@@ -12,7 +12,7 @@ from ..cache.blocks import KV, NO_BLOCKS
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
 from ..cache.host_copies import HostCopies
-from ..cache.host_tier import NO_HOST_BLOCK
+from ..cache.host_node import NO_HOST_BLOCK
 from ..cache.host_yield import WHOLE, permille
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement

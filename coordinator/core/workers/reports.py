@@ -15,7 +15,6 @@ from kvforge.protocol.messages import (
     DiskResults,
     ErrorInfo,
     Message,
-    PoolRegistered,
     Refused,
     Rendezvous,
     StepResult,
@@ -26,22 +25,21 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import WorkerInfo
 
-from ..cache.disk_copies import DiskCopies
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands import validate
 from ..commands.requests import RequestCommands
 from ..deadlines import NEVER, WORKERS
-from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
+from ..events import DropWorker, Effect, FromWorker, ReplaceWorker, ToWorker
 from ..limits import microseconds
 from ..requests.request import NO_SLOT, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.finisher import RequestFinisher
-from ..waits import load_of
+from .disk_reports import DiskReports
 from .results import StepResults
 from .teams import Team, check_rank
-from .worker import Worker
+from .worker import Worker, log_of, registered, slots_in_steps
 
 
 class WorkerReports:
@@ -69,13 +67,13 @@ class WorkerReports:
         self._ended_max = cache.limits.bounds.pools_max
         self.registered_total = self.returned_total = self.left_total = self.lost_total = 0
         self.changed: set[int] = set()  # workers with new facts to publish
-        self._effects = effects
+        self._effects, disks = effects, DiskReports(cache, effects)
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
             WorkerReady: self._worker_ready,
             StepResult: self._step_result,
-            DiskEntries: self._disk_entries,
-            DiskResults: self._disk_results,
+            DiskEntries: disks.entries,
+            DiskResults: disks.results,
             WorkerFailed: self._worker_failed,
         }
 
@@ -217,7 +215,7 @@ class WorkerReports:
         worker.number = number
         self.changed.add(number)
         team.back.add(worker.rank)
-        self._effects.append(ToWorker(number, _registered(group, rid, team.done[worker.rank])))
+        self._effects.append(ToWorker(number, registered(group, rid, team.done[worker.rank])))
         self._effects.extend(ToWorker(number, sent.message) for sent in group.sent)
         if len(team.back) < team.count:
             return
@@ -267,7 +265,7 @@ class WorkerReports:
         self.changed.add(number)
         self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
-        self._effects.append(ToWorker(number, _registered(group, rid)))
+        self._effects.append(ToWorker(number, registered(group, rid)))
         self._effects.extend(ToWorker(number, sent.message) for sent in group.sent)
 
     def _worker_loading(self, worker: Worker, message: WorkerLoading) -> None:
@@ -302,7 +300,7 @@ class WorkerReports:
         if team is not None:
             self._register_ranks(team, group)
         else:
-            self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
+            self._effects.append(ToWorker(worker.number, registered(group, message.rid)))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
         self._log("info", "worker ready", "worker_ready", worker, **facts)
         if model is None:
@@ -328,7 +326,7 @@ class WorkerReports:
             member = team.members[rank]
             member.group = group
             self.changed.add(member.number)
-            self._effects.append(ToWorker(member.number, _registered(group, team.ready[rank].rid)))
+            self._effects.append(ToWorker(member.number, registered(group, team.ready[rank].rid)))
 
     def _rank_result(self, worker: Worker, team: Team, group: Group, message: StepResult) -> None:
         """Take a rank's result; a step counts once all ranks have answered it."""
@@ -353,39 +351,6 @@ class WorkerReports:
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, but the result is for step {message.step_id}")
         self._settle(group, message)
-
-    def _disk_entries(self, worker: Worker, message: DiskEntries) -> None:
-        disk = self._disk_of(worker, message.epoch, "entries")
-        if disk is None:
-            return
-        before = disk.tier.announced
-        tenants = self._cache.wipes.known() if message.owners.size else {}
-        disk.announce(message, self._cache.hasher, tenants, worker.rank)
-        if disk.tier.announced and not before:
-            found: dict[str, Field] = {"cached": disk.tier.cached, "pruned": disk.tier.pruned_total}
-            self._log("info", "disk tier ready", "disk_ready", worker, blocks=disk.tier.total, **found)
-
-    def _disk_results(self, worker: Worker, message: DiskResults) -> None:
-        disk = self._disk_of(worker, message.epoch, "results")
-        if disk is None:
-            return
-        assert worker.group is not None
-        off = disk.off
-        for load in disk.ended(message, worker.rank):
-            self._cache.waits.wake(load_of(worker.group.epoch, load))
-        if disk.off and not off:
-            failed = disk.tier.failed_total
-            self._log("error", "disk tier off: its copies failed", "disk_off", worker, failed=failed)
-
-    def _disk_of(self, worker: Worker, epoch: int, what: str) -> DiskCopies | None:
-        """Return the disk copies of a worker that sent a message about them; None for one of another epoch."""
-        group = worker.group
-        if group is None or epoch != group.epoch:
-            self._log("warning", f"worker {worker.name}: disk {what} of another epoch ignored")
-            return None
-        if group.disk is None:
-            raise ProtocolError(f"disk_{what}: the worker has no disk tier")
-        return group.disk
 
     def _settle(self, group: Group, message: StepResult) -> None:
         sent = group.sent[0]
@@ -440,7 +405,7 @@ class WorkerReports:
             return
         active = np.flatnonzero(s.running & (s.pool == group.number))
         running = [self._requests.live[request] for request in s.request[active].tolist()]
-        suspects = set() if goodbye or not died else self._in_steps(group)
+        suspects = set() if goodbye or not died else slots_in_steps(group, self._admission.rows.run)
         self._admission.note_computed(running)
         self._cache.drop_group(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
@@ -513,12 +478,6 @@ class WorkerReports:
         if len(self.ended) > self._ended_max:
             del self.ended[next(iter(self.ended))]
 
-    def _in_steps(self, group: Group) -> set[int]:
-        """Return the slots with a present run in a step that the worker has not answered."""
-        run = self._admission.rows.run
-        rows = [sent.slots[run[sent.slots] == sent.runs] for sent in group.sent]
-        return {slot for part in rows for slot in part.tolist()}
-
     def _count_crash(self, request: Request, worker: str) -> None:
         """Count that a worker died while running the request.
 
@@ -534,15 +493,4 @@ class WorkerReports:
             self._finisher.end(request, "fail", "failed", error)
 
     def _log(self, level: str, text: str, event: str = "", worker: Worker | None = None, **facts: Field) -> None:
-        name: dict[str, Field] = {"worker": worker.name} if worker is not None else {}
-        self._effects.append(Log(level, text, event, {**name, **facts}))
-
-
-def _registered(group: Group, rid: int, done: int = -1) -> PoolRegistered:
-    """Build the answer to a registration.
-
-    `done` is the last step with a result here; -1 takes the step before those in flight.
-    """
-    if done < 0:
-        done = group.sent[0].step_id - 1 if group.sent else group.last_step
-    return PoolRegistered(rid=rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number, done=done)
+        self._effects.append(log_of(level, text, event, worker, **facts))

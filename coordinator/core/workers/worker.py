@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvforge.protocol.messages import WorkerHealth
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import Field
+from kvforge.protocol.messages import PoolRegistered, WorkerHealth
 from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerInfo
 
 from ..cache.groups import Group
+from ..events import Log
 
 
 class Worker:
@@ -70,8 +75,30 @@ class Worker:
         )
 
 
+def log_of(level: str, text: str, event: str = "", worker: Worker | None = None, **facts: Field) -> Log:
+    """Return a line of the log about a worker, or about none."""
+    name: dict[str, Field] = {"worker": worker.name} if worker is not None else {}
+    return Log(level, text, event, {**name, **facts})
+
+
 def working_us(group: Group | None, now_us: int) -> int:
     """Return for how long a group's worker has worked on the step that is due; 0 if none is."""
     if group is None or not group.sent or group.away:
         return 0
     return now_us - max(group.sent[0].sent_us, group.result_us)
+
+
+def slots_in_steps(group: Group, run: npt.NDArray[np.int64]) -> set[int]:
+    """Return the slots with a present run in a step that the worker has not answered. run: of each slot."""
+    rows = [sent.slots[run[sent.slots] == sent.runs] for sent in group.sent]
+    return {slot for part in rows for slot in part.tolist()}
+
+
+def registered(group: Group, rid: int, done: int = -1) -> PoolRegistered:
+    """Build the answer to a registration.
+
+    `done` is the last step with a result here; -1 takes the step before those in flight.
+    """
+    if done < 0:
+        done = group.sent[0].step_id - 1 if group.sent else group.last_step
+    return PoolRegistered(rid=rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number, done=done)
