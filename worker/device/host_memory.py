@@ -1,8 +1,9 @@
 """Host memory that was not allocated for the device, page-locked piece by piece so that the device copies directly.
 
-The driver takes about 90 ms to lock 1 GiB. So a worker begins while it loads its model, in a thread that ends before it
-serves (`begin_ahead`, `end_ahead`). Pieces that are left then are locked before their first copy, or while the worker
-has nothing to do. A piece is locked once and stays locked until `close`, so none changes while a copy uses it.
+The driver takes about 90 ms to lock 1 GiB. So a worker begins while it starts, in a thread that ends before it serves
+(`begin_ahead`, `end_ahead`); graphs are captured meanwhile in the mode that other threads do not disturb. Pieces that
+are left then are locked before their first copy, or while the worker has nothing to do. A piece is locked once and
+stays locked until `close`, so none changes while a copy uses it.
 """
 
 from __future__ import annotations
@@ -117,12 +118,13 @@ class LockedPieces:
             self._thread = threading.Thread(target=self._run_ahead, name="page-locking", daemon=True)
             self._thread.start()
 
-    def end_ahead(self) -> None:
-        """End the thread, which finishes its piece first."""
+    def end_ahead(self) -> bool:
+        """End the thread, which finishes its piece first. Return whether there was one."""
         self._ending.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        return thread is not None
 
     def _run_ahead(self) -> None:
         assert self._registrar is not None

@@ -37,7 +37,7 @@ from kvforge.worker.model_path import MTP, find_draft_model, find_model
 
 from .disk_opening import disk_layout, open_disk_tier
 from .graphs import CAPTURE_S
-from .host_opening import begin_host_tier, open_host_tier
+from .host_opening import HostAhead, begin_host_tier, open_host_tier
 from .memory import (
     DeviceBytes,
     MemoryAccounts,
@@ -107,11 +107,24 @@ class Engine:
         self._progress = progress
         ahead = begin_host_tier(config, self.device)
         try:
-            self.ranks = self._meet(meeting)
-            self.model: LoadedModel = self._load(welcome)
+            self._build(welcome, meeting, ahead)
         finally:
             if ahead is not None:
-                ahead.end()  # before anything is captured
+                ahead.end()
+        if self.host is not None:
+            self.host.lock_next()  # a file that cannot be page-locked is noticed at the start
+        progress("preparing grammars", 1.0)
+        # Otherwise steps would stall for a second when the first grammar arrives.
+        problem = self.runner.shaping.grammars.prepare()
+        if problem:
+            log.info("grammars are disabled: %s", problem)
+        log.debug("released %d MB of libraries that only loading needed", self.device.release_libraries() // 1_000_000)
+
+    def _build(self, welcome: WorkerWelcome, meeting: str, ahead: HostAhead | None) -> None:
+        """Load the model, and make the pool, its lower tiers and the runner."""
+        config, progress = self.config, self._progress
+        self.ranks = self._meet(meeting)
+        self.model: LoadedModel = self._load(welcome)
         check_states(self.model, welcome)
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
@@ -134,12 +147,6 @@ class Engine:
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: ModelRunner = self._make_runner(welcome)
         self._limits, self.ring_blocks = _limits(welcome), ring_blocks(self.model, welcome)
-        progress("preparing grammars", 1.0)
-        # Otherwise steps would stall for a second when the first grammar arrives.
-        problem = self.runner.shaping.grammars.prepare()
-        if problem:
-            log.info("grammars are disabled: %s", problem)
-        log.debug("released %d MB of libraries that only loading needed", self.device.release_libraries() // 1_000_000)
 
     def adopt(self, welcome: WorkerWelcome) -> None:
         """Serve another coordinator: forget every slot, and make a new runner if the limits changed.

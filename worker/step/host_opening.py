@@ -22,7 +22,7 @@ log = logging.getLogger("worker")
 
 
 class HostAhead:
-    """The host file of an earlier worker, which is page-locked while the model is loaded.
+    """The host file of an earlier worker, which is page-locked while this one starts.
 
     Attributes:
         found: The file.
@@ -34,8 +34,9 @@ class HostAhead:
         pieces.begin_ahead()
 
     def end(self) -> None:
-        """Lock no more pieces."""
-        self.pieces.end_ahead()
+        """Lock no more pieces. Call it before a copy uses the file."""
+        if self.pieces.end_ahead():
+            log.info("host tier: %d of %d pieces were page-locked meanwhile", *self.pieces.counts)
 
     def close(self) -> None:
         """Give the file up."""
@@ -77,7 +78,7 @@ def open_host_tier(
         config: The worker's configuration.
         model: Its model.
         pool: Its pool.
-        ahead: What `begin_host_tier` returned, ended. It is closed here if it has another layout.
+        ahead: What `begin_host_tier` returned. It is closed here if it has another layout.
 
     Returns:
         The copies from and to the file; None if none is configured.
@@ -100,8 +101,6 @@ def open_host_tier(
     opened = ahead.found if ahead is not None else None
     file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened)
     log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
-    if ahead is not None:
-        log.info("host tier: %d of %d pieces are page-locked", *ahead.pieces.counts)
     return HostTransfers(pool, file, ahead.pieces if ahead is not None else None)
 
 

@@ -179,7 +179,8 @@ class HostTransfers:
     Args:
         pool: The pool.
         file: The file.
-        memory: The file's memory, if pieces are page-locked already. It is closed with this object.
+        memory: The file's memory, if a thread locks pieces, which ends before the first copy. It is closed with this
+            object.
 
     Attributes:
         file: The file.
@@ -205,7 +206,6 @@ class HostTransfers:
             self._in_ring = [self._buffer() for _ in range(count)]
             device.synchronize()  # the side queues may not overtake earlier work in the same memory
         self._saved: list[SavedBlocks] = []  # not settled yet
-        self.lock_next()  # a file that cannot be locked is noticed at the start
 
     def _buffer(self) -> Buffer:
         size = self._at_once * self._pool.block_bytes
