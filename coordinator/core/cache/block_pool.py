@@ -652,8 +652,9 @@ class BlockPool:
         assert self.cached == np.count_nonzero(states == CACHED) == sum(map(len, self._lru.values())), "cached"
         assert self.quarantined == np.count_nonzero(states == QUARANTINED), "quarantined"
         for tenant, entries in self._lru.items():
-            assert all(blocks.state[b] == CACHED and blocks.owner[b] == tenant for b in entries), "LRU list"
-            assert all(blocks.indexed[b] for b in entries), "a cached block is not indexed"
+            cached = np.fromiter(entries, np.int64, len(entries))
+            assert (blocks.state[cached] == CACHED).all() and (blocks.owner[cached] == tenant).all(), "LRU list"
+            assert blocks.indexed[cached].all(), "a cached block is not indexed"
         waiting = {block for part in self._quarantine for block in part.tolist()}
         held_back = ids[states == QUARANTINED]
         assert waiting.issuperset(held_back.tolist()), "a quarantined block is in no queue"

@@ -329,25 +329,25 @@ class PrefixCache:
         blocks, store = self._blocks, self._store
         ids = np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash))
         region = np.arange(base, base + count)
-        assert set(ids.tolist()) == set(region[blocks.indexed[region] & (blocks.kind[region] == KV)].tolist()), (
-            "indexed"
-        )
+        indexed = region[blocks.indexed[region] & (blocks.kind[region] == KV)]
+        assert np.array_equal(np.sort(ids), indexed), "indexed"
         assert store.hash[ids].tolist() == list(self._by_hash), "a hash names another block"
         assert (blocks.state[ids] != FREE).all(), "a free block is indexed"
-        listed = [
-            (parent, block)
-            for parent, own in self._children.items()
-            for block in (own if isinstance(own, dict) else (own,))
-        ]
-        assert all(not isinstance(own, dict) or len(own) > 1 for own in self._children.values()), (
-            "an only child is stored in a dictionary"
-        )
-        assert sorted(block for _, block in listed) == sorted(ids.tolist()), "children"
-        assert all(store.parent[block] == parent for parent, block in listed), "a child is under the wrong parent"
+        alone = {key: own for key, own in self._children.items() if not isinstance(own, dict)}
+        above, listed = [*alone], [*alone.values()]
+        if len(alone) < len(self._children):
+            for key, own in self._children.items():
+                if isinstance(own, dict):
+                    assert len(own) > 1, "an only child is stored in a dictionary"
+                    above += [key] * len(own)
+                    listed += own
+        children = np.array(listed, np.int64)
+        assert np.array_equal(np.sort(children), indexed), "children"
+        assert (store.parent[children] == np.array(above, np.int64)).all(), "a child is under the wrong parent"
         ids = ids[self.all_alive(store.parent[ids])]
         parents = store.parent[ids]
-        above = store.hash[np.where(parents < 0, 0, parents & 0xFFFFFFFF)]
-        starts = np.where(parents < 0, (-parents - 1).astype(np.uint64), above)
+        hashes = store.hash[np.where(parents < 0, 0, parents & 0xFFFFFFFF)]
+        starts = np.where(parents < 0, (-parents - 1).astype(np.uint64), hashes)
         expected = self._hasher.extend(starts, store.tokens[ids])
         assert expected.tolist() == store.hash[ids].tolist(), "an entry's hash is not the hash of its content"
 
