@@ -76,7 +76,8 @@ def save(path: Path, content: bytes) -> None:
 
 def encoded(found: dict[str, Any]) -> bytes:
     """Encode a document as JSON."""
-    return json.dumps(found, indent=1, allow_nan=False, default=str).encode() + b"\n"
+    # `json` indents in Python, which takes longer than all the rest.
+    return msgspec.json.format(json.dumps(found, allow_nan=False, default=str).encode(), indent=1) + b"\n"
 
 
 def requests(outcomes: Iterable[Outcome]) -> bytes:
