@@ -101,7 +101,10 @@ def open_host_tier(
     opened = ahead.found if ahead is not None else None
     file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened)
     log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
-    return HostTransfers(pool, file, ahead.pieces if ahead is not None else None)
+    host = HostTransfers(pool, file, ahead.pieces if ahead is not None else None)
+    while not file.found and host.lock_next():
+        pass  # no sequence waits for an empty file: better the start takes longer than the steps that fill it
+    return host
 
 
 def name_of(config: WorkerConfig) -> str:

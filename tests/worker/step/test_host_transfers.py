@@ -26,7 +26,7 @@ from kvforge.worker.device.host_memory import LockedPieces
 from kvforge.worker.device.queue import DeviceEvent
 from kvforge.worker.host_file import HostFile
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step import host_opening
+from kvforge.worker.step import host_opening, host_transfers
 from kvforge.worker.step.host_opening import begin_host_tier, open_host_tier
 from kvforge.worker.step.host_transfers import HostTransfers, bad_host_copies
 from kvforge.worker.step.loop import pool_local
@@ -350,6 +350,26 @@ def test_copies_go_on_after_a_refusal(
 def settings_of(folder: Path, blocks: int, each: int, **more: Any) -> WorkerConfig:
     own = {"name": "w", "model": "m", "runtime_dir": str(folder), "host_dir": str(folder), "host_bytes": blocks * each}
     return convert({**own, **more}, WorkerConfig)
+
+
+# behaviour: an empty file is locked as a whole before the first step
+def test_no_step_locks_pieces_of_an_empty_file(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registrar = FakeRegistrar()
+    monkeypatch.setattr(host_opening, "registrar_of", lambda _device: registrar)
+    monkeypatch.setattr(host_transfers, "registrar_of", lambda _device: registrar)
+    monkeypatch.setattr(host_transfers, "LockedPieces", lambda *arguments: LockedPieces(*arguments, 1))
+    pool, locked = KvPool(model.geometry, 4, model.device), list[int]()
+    config = settings_of(tmp_path, HOST_BLOCKS, model.geometry.bytes_per_block)
+    for _ in range(2):
+        host = open_host_tier(config, model, pool)
+        assert host is not None and host._memory.counts[1] > 2
+        locked.append(len(registrar.locked))
+        whole = host._memory.counts[1]
+        host.close()
+    assert locked == [whole, 1], "the second one found the file"
+    pool.close()
 
 
 # behaviour: a successor locks the file while it loads its model, and serves from it if the layout is the same
