@@ -44,12 +44,21 @@ def hidden_before(layer: KvLayer, batch: PagedBatch) -> torch.Tensor:
 
 def slots_before(batch: PagedBatch) -> Int32Array:
     """Return the slot of the position before each token, [tokens] int32; NONE before position 0, and of padding."""
-    counts, tokens = batch.counts, len(batch.kv_slots)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    first = batch.query_starts[:-1]
-    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
-    positions = np.repeat(batch.starts, counts) + places - np.repeat(first, counts) - 1
-    held = (batch.kv_slots[places] >= 0) & (positions >= 0)
-    found = np.full(tokens, NONE, np.int32)
-    found[places[held]] = batch.kv_slots_of(rows[held], positions[held, None])[:, 0]
-    return found
+    counts, slots, positions = batch.counts, batch.kv_slots, batch.starts
+    rows = places = None
+    if not (len(counts) == len(slots) and (counts == 1).all()):  # a step of decodes: a row is a token
+        rows = np.repeat(np.arange(len(counts)), counts)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = batch.starts[rows] + offsets
+        places = batch.query_starts[rows] + offsets
+        slots = slots[places]
+    found = np.where((slots >= 0) & (positions > 0), slots - 1, NONE)  # in the same block
+    (first,) = np.nonzero((positions % batch.block_size == 0) & (found != NONE))
+    if len(first):
+        of = first if rows is None else rows[first]
+        found[first] = batch.kv_slots_of(of, positions[first, None] - 1)[:, 0]
+    if places is None:
+        return found.astype(np.int32)
+    whole = np.full(len(batch.kv_slots), NONE, np.int32)
+    whole[places] = found
+    return whole

@@ -32,6 +32,7 @@ from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.positions import RotaryTable
 
 from .heads import DraftHead
+from .library_errors import refusing
 from .model import LoadedModel
 from .mtp_heads import STD, read_tensors, refuse_unfit
 from .report import PLAIN
@@ -136,10 +137,16 @@ def load_eagle_head(
     Raises:
         InvalidConfiguration: Names `draft_model`, and the field or the tensor that does not fit.
         ModelNotFound: There is no such head, or its files cannot be read.
-        UnsupportedModel: A file is damaged.
+        UnsupportedModel: A file is damaged, or the configuration cannot be read.
+        WorkerError: There is not enough memory.
     """
     found = find_source(source, load_format)
     refuse_unfit(model, found.name)
+    with refusing(found.name, "its EAGLE-3 head cannot be loaded"), model.device.errors("loading an EAGLE-3 head"):
+        return _load(found, model, attention, seed)
+
+
+def _load(found: Source, model: LoadedModel, attention: str, seed: int) -> DraftHead:
     assert model.fused is not None, "refused otherwise"
     config, fused = _config_of(found), model.fused
     shape = _shape_of(found, config, model)

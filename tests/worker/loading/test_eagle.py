@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading.eagle_heads import is_eagle_head, load_eagle_head
 from kvforge.worker.loading.load import load_model
@@ -118,6 +118,23 @@ def test_a_field_that_does_not_fit_is_named(fields: dict[str, Any], words: str, 
     with pytest.raises(InvalidConfiguration, match=f"'eagle3', an EAGLE-3 head: .*{words}") as caught:
         load_eagle_head(head, model, "auto")
     assert caught.value.field == "draft_model"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "none such", "rope_theta": 1e4}},
+        {"eagle_config": [1]},
+        {"eagle_aux_hidden_state_layer_ids": ["1", "2", "3"]},
+        {"rms_norm_eps": "small"},
+    ],
+)
+def test_a_configuration_that_nothing_can_read_is_refused(
+    fields: dict[str, Any], head: Path, model: LoadedModel
+) -> None:
+    configured(head, **fields)
+    with pytest.raises(UnsupportedModel, match="eagle3 cannot be served: its EAGLE-3 head cannot be loaded: "):
+        load_eagle_head(head, model, "auto")
 
 
 @pytest.mark.parametrize(
