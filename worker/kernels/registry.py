@@ -129,6 +129,16 @@ def check_kernels(serving: Serving) -> None:
         check(serving)
 
 
+def check_attention(serving: Serving) -> None:
+    """Run the check of attention alone.
+
+    Raises:
+        KernelError: Names the failing kernel.
+        GpuError: The device failed.
+    """
+    _attention(serving)
+
+
 def _attention(serving: Serving) -> None:
     for shapes, kv_dtype in ((serving.shapes, serving.kv_dtype), (expanded_shapes(serving), serving.dtype)):
         attention_test(

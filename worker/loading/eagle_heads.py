@@ -25,11 +25,13 @@ from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import AttentionOptions, choose_attention
 from kvforge.worker.attention.hidden_states import hidden_shape
 from kvforge.worker.attention.pool import KvGeometry, LayerShape
+from kvforge.worker.attention.selftest import AttentionShape
 from kvforge.worker.kernels import LayerOperations, PlainOperations, choose_operations
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, Norm, Projection
 from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.positions import RotaryTable
+from kvforge.worker.kernels.registry import Serving, check_attention
 
 from .heads import DraftHead
 from .library_errors import refusing
@@ -138,6 +140,7 @@ def load_eagle_head(
         InvalidConfiguration: Names `draft_model`, and the field or the tensor that does not fit.
         ModelNotFound: There is no such head, or its files cannot be read.
         UnsupportedModel: A file is damaged, or the configuration cannot be read.
+        KernelError: Attention of its shape is wrong or does not compile.
         WorkerError: There is not enough memory.
     """
     found = find_source(source, load_format)
@@ -159,6 +162,10 @@ def _load(found: Source, model: LoadedModel, attention: str, seed: int) -> Draft
         digest.update(f" {name} ".encode() + tensors[name].float().numpy().tobytes())
     weights = {name: tensor.to(place, dtype) for name, tensor in tensors.items()}
     decoder = _decoder(weights, shape, config, model, attention)
+    layer = decoder.layers[0]
+    kind = AttentionShape(layer.heads, layer.kv_heads, layer.head_size, layer.options)
+    own = model.device, decoder.attention, (kind,), dtype, dtype
+    check_attention(Serving(*own, model.geometry.block_size, model.vocab_size, None))
     front = EagleFront(
         weights["fc.weight"],
         Norm(weights["midlayer.input_layernorm.weight"], shape.epsilon),

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.worker.device.device import Device
+from kvforge.worker.kernels.registry import Serving
+from kvforge.worker.loading import eagle_heads
 from kvforge.worker.loading.eagle_heads import is_eagle_head, load_eagle_head
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -93,6 +95,21 @@ def test_the_sum_begins_with_the_hidden_state_or_with_its_norm(
     residual, joined = front.start(operations, embedded, before, None)
     torch.testing.assert_close(residual, joined[:, 64:] if adds_to_norm else before)
     assert EagleReference(head.parent).config["norm_before_residual"] == adds_to_norm
+
+
+def test_attention_of_the_heads_shape_is_checked(
+    head: Path, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[Serving]()
+
+    def broken(serving: Serving) -> None:
+        checked.append(serving)
+        raise KernelError("wrong results")
+
+    monkeypatch.setattr(eagle_heads, "check_attention", broken)
+    with pytest.raises(KernelError, match="wrong results"):
+        load_eagle_head(head, model, "auto")
+    assert [(shape.heads, shape.kv_heads, shape.head_size) for shape in checked[0].shapes] == [(8, 4, 8)]
 
 
 def test_random_weights_make_a_head_of_a_configuration(head: Path, model: LoadedModel) -> None:
