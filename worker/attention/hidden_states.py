@@ -32,14 +32,15 @@ def store_hidden(hidden: torch.Tensor, layer: KvLayer, batch: PagedBatch, spare:
     """
     slots = batch.kv_slots_on_device.long()
     states = layer.keys.view(-1, layer.keys.shape[3])
-    states.index_copy_(0, torch.where(slots < 0, spare, slots), hidden.to(states.dtype))
+    # A number in `torch.where` would be copied from the host, which no capture allows.
+    states.index_copy_(0, slots.masked_fill(slots < 0, spare), hidden.to(states.dtype))
 
 
 def hidden_before(layer: KvLayer, batch: PagedBatch) -> torch.Tensor:
     """Return the hidden state at the position before each token, [tokens, size]; zeros before position 0."""
     slots = batch.device_array("slots before", slots_before).long()[:, None]
     states = layer.keys.view(-1, layer.keys.shape[3])
-    return torch.where(slots < 0, 0.0, states.index_select(0, slots[:, 0].clamp(min=0)))
+    return states.index_select(0, slots[:, 0].clamp(min=0)).masked_fill(slots < 0, 0.0)
 
 
 def slots_before(batch: PagedBatch) -> Int32Array:
