@@ -55,6 +55,7 @@ class DraftModel(Protocol):
         tokens_max: The most tokens of a row.
         context_tokens_max: The longest row, in tokens.
         took_ns: What the passes of the last call took, in nanoseconds.
+        step_ns: What the model's last step took, as the worker sets it.
     """
 
     device_bytes: int
@@ -64,6 +65,7 @@ class DraftModel(Protocol):
     tokens_max: int
     context_tokens_max: int
     took_ns: int
+    step_ns: int
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return `DraftRow.count` tokens of each row; none at all if the device failed."""
@@ -114,12 +116,14 @@ class ModelDrafter:
         self.pacing.verified((slot, end.drafted, end.accepted) for slot in verified if (end := ends[slot]).drafted)
         self._proposed -= frozenset(slots)  # of a slot without an end, nothing is known
         found = self._looked_up(slots, LENGTHS[0])
+        self.pacing.stepped(self._model.step_ns)
         rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
         if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(self._now_ns(), len(rows)):
             drafted = self._model.continue_rows(list(rows.values()))
             found |= dict(zip(rows, drafted, strict=False))
             self._proposed |= frozenset(rows)
-            self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows))
+            passes = max(row.count for row in rows.values())
+            self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows), passes)
         left = [slot for slot in slots if slot not in found]
         return Proposals.of(found | self._looked_up(left) if left else found)
 

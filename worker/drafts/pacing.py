@@ -3,8 +3,9 @@
 The coordinator decides what is verified, and shows it by the drafts of later steps. After a few proposals that no step
 takes there are none for 64 times as long as their passes took; the next time 128 times, up to 1,024. A worker that
 gains nothing by drafts so loses less than 2 % of its time, and soon less than 0.1 %. A request gets about as many
-tokens as were accepted of late, and a few more. Unused proposals count as many times as the fastest of them took, so
-that one slow pass, as the first is where kernels are compiled, causes no long wait.
+tokens as were accepted of late, and a few more. Cheap passes are tried for longer: the coordinator learns from the
+first proposals how often they are right, and three tell it little. Unused proposals count as many times as the fastest
+of them took, so that one slow pass, as the first is where kernels are compiled, causes no long wait.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 TRIAL = 3  # proposals: the first is compared with the tokens, the second waited for, and the third verified
+CHEAP_TRIAL = 6  # the same if a pass takes at most 1 / CHEAP of a step
+CHEAP = 8
+SLOWER = 16  # with each step, the shortest is taken to last 1 / SLOWER longer
 SHARE_FIRST, SHARE_MAX = 64, 1024  # of the time of unused passes that follows without any
 ACCEPTED_FIRST = 0.5  # accepted drafts of a step that are expected of a new request
 AVERAGED = 4  # the averaging window of accepted drafts, in steps
@@ -25,6 +29,7 @@ class DraftPacing:
         self._used = 0  # verified proposals since the last wait
         self._share, self._from_ns = SHARE_FIRST, 0
         self._rows = 0  # rows of the last proposal
+        self._step_ns = 0  # about the shortest of the model's last steps
         self._accepted: dict[int, float] = {}  # by slot: accepted drafts of a step, averaged
 
     def begin(self, slot: int) -> None:
@@ -40,12 +45,18 @@ class DraftPacing:
         """
         return now_ns >= self._from_ns or 2 * rows <= self._rows
 
-    def proposed(self, now_ns: int, took_ns: int, rows: int) -> None:
-        """Note proposals of so many rows, and what their passes took."""
+    def stepped(self, took_ns: int) -> None:
+        """Note what a step of the model took."""
+        longer_ns = self._step_ns + self._step_ns // SLOWER
+        self._step_ns = min(took_ns, longer_ns) if self._step_ns else took_ns
+
+    def proposed(self, now_ns: int, took_ns: int, rows: int, passes: int) -> None:
+        """Note proposals of so many rows, and what their passes took in all."""
         self._fastest_ns = min(self._fastest_ns, took_ns) if self._unused else took_ns
         self._unused += 1
         self._rows = rows
-        if self._unused < TRIAL:
+        is_cheap = CHEAP * took_ns <= passes * self._step_ns
+        if self._unused < (CHEAP_TRIAL if is_cheap else TRIAL):
             return
         if self._used > 1:
             self._share = SHARE_FIRST

@@ -55,7 +55,7 @@ class DraftPasses:
         self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes, self.block_bytes = draft.bytes + pool.beside.bytes, draft.geometry.bytes_per_block
-        self._before, self._failed, self.took_ns = before, False, 0
+        self._before, self._failed, self.took_ns, self.step_ns = before, False, 0, 0
         self._tokens = min(vocab_size, draft.vocab_size)
 
     def use_graphs(self, rows_max: int, width: int, memory: GraphMemory | None) -> DraftGraphs:

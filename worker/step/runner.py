@@ -598,7 +598,10 @@ class ModelRunner:
             self._complete(self._under_way[0])
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
         pending.idle_us = self._idle_us(pending)
-        outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
+        took_ns = arrived_ns - max(pending.started_ns, before_ns)
+        if self._draft_passes is not None:
+            self._draft_passes.step_ns = took_ns
+        outcome = joined(read, pending, took_ns // 1000)
         if scored:
             outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
         if self.drafter is not None:

@@ -24,7 +24,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.asked: list[list[DraftRow]] = []
-        self.broken, self.took_ns = False, PASSES_NS
+        self.broken, self.took_ns, self.step_ns = False, PASSES_NS, 0
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         self.asked.append([*rows])
@@ -133,7 +133,7 @@ def tried(pacing: DraftPacing, now_ns: int, until_ns: int, rows: int = 3) -> lis
         if pacing.is_due(now_ns, rows):
             at.append(now_ns)
             now_ns += PASSES_NS
-            pacing.proposed(now_ns, PASSES_NS, rows)
+            pacing.proposed(now_ns, PASSES_NS, rows, 1)
         now_ns += 1
     return at
 

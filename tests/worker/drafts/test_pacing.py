@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvforge.worker.drafts.pacing import SHARE_FIRST, TRIAL, DraftPacing
+from kvforge.worker.drafts.pacing import CHEAP_TRIAL, SHARE_FIRST, TRIAL, DraftPacing
 
 MS = 1_000_000
 
@@ -14,7 +14,7 @@ def test_one_slow_proposal_counts_as_any_other(slow: int) -> None:
     pacing = DraftPacing()
     for number in range(TRIAL):
         assert pacing.is_due(0, 1)
-        pacing.proposed(0, (500 if number == slow else 2) * MS, 1)
+        pacing.proposed(0, (500 if number == slow else 2) * MS, 1, 1)
     waits = SHARE_FIRST * TRIAL * 2 * MS
     assert not pacing.is_due(waits - 1, 1)
     assert pacing.is_due(waits, 1)
@@ -22,11 +22,26 @@ def test_one_slow_proposal_counts_as_any_other(slow: int) -> None:
 
 def test_a_verified_proposal_begins_another_count() -> None:
     pacing = DraftPacing()
-    pacing.proposed(0, 2 * MS, 1)
+    pacing.proposed(0, 2 * MS, 1, 1)
     pacing.verified([(0, 1, 1)])
     for _ in range(TRIAL):
         assert pacing.is_due(0, 1)
-        pacing.proposed(0, 5 * MS, 1)
+        pacing.proposed(0, 5 * MS, 1, 1)
     waits = SHARE_FIRST * TRIAL * 5 * MS
     assert not pacing.is_due(waits - 1, 1)
     assert pacing.is_due(waits, 1)
+
+
+@pytest.mark.parametrize(("pass_ms", "trial"), [(1, CHEAP_TRIAL), (2, TRIAL)])
+def test_passes_of_an_eighth_of_a_step_are_tried_for_longer(pass_ms: int, trial: int) -> None:
+    """Steps take 8 ms, but one of them 100 times as long, and one has prompt tokens."""
+    pacing, now_ns, tried = DraftPacing(), 10**12, 0
+    for number in range(40):
+        took_ns = {3: 800, 20: 40}.get(number, 8) * MS
+        now_ns += took_ns
+        pacing.stepped(took_ns)
+        if number > 18 and pacing.is_due(now_ns, 1):
+            now_ns += 2 * pass_ms * MS
+            pacing.proposed(now_ns, 2 * pass_ms * MS, 1, 2)
+            tried += 1
+    assert tried == trial
