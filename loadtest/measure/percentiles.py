@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvforge.process.installation import install_command
 from kvforge.protocol.errors import Unavailable
@@ -29,7 +30,8 @@ class Distribution:
     seconds: FloatArray
 
     @cached_property
-    def _histogram(self) -> Any:
+    def _histogram(self) -> tuple[Any, list[int], npt.NDArray[np.int64]]:
+        """The histogram, a value of each used bucket, ascending, and the count of values up to each bucket's end."""
         try:
             from hdrh.histogram import HdrHistogram
         except ImportError as error:
@@ -40,18 +42,22 @@ class Distribution:
         # Record each bucket once with its count: a run has millions of tokens, a histogram thousands of buckets.
         bits = histogram.sub_bucket_count.bit_length() - 1
         below = np.maximum(np.frexp(micros)[1] - bits, 0)
-        buckets = np.unique((micros >> below) << below, return_counts=True)
-        for value, count in zip(*(each.tolist() for each in buckets), strict=True):
+        values, counts = np.unique((micros >> below) << below, return_counts=True)
+        used = values.tolist()
+        for value, count in zip(used, counts.tolist(), strict=True):
             histogram.record_value(value, count)
-        return histogram
+        return histogram, used, np.cumsum(counts)
 
     def percentiles_ms(self, *percents: float) -> list[float | None]:
         """Return percentiles in ms: the upper end of the bucket, at most the maximum; None if empty."""
         if not self.seconds.size:
             return [None] * len(percents)
-        found = self._histogram.get_percentile_to_value_dict(list(percents))
+        histogram, used, upto = self._histogram
         highest_ms = max(0.0, float(self.seconds.max())) * 1e3
-        return [min(found[percent] / 1e3, highest_ms) for percent in percents]
+        # The package's own search walks over all buckets in Python, most without a value.
+        wanted = np.array([histogram.get_target_count_at_percentile(percent) for percent in percents])
+        ends = [histogram.get_highest_equivalent_value(used[at]) for at in np.searchsorted(upto, wanted).tolist()]
+        return [min(end / 1e3, highest_ms) for end in ends]
 
     def summary_ms(self) -> Summary | None:
         """Return count, mean, p50, p90, p95, p99, p99.9 and max in ms; None if empty. Mean and max are exact."""
