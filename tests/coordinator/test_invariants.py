@@ -57,6 +57,22 @@ def _states_of_no_model(cache: KVCacheManager) -> None:
     cache.sequences.state_used[_slot(cache)] = 1
 
 
+def _slot_without_an_id(cache: KVCacheManager) -> None:
+    cache.sequences.id[_slot(cache)] = 0
+
+
+def _slot_of_another_id(cache: KVCacheManager) -> None:
+    cache.sequences.id[_slot(cache)] += 1
+
+
+def _slot_twice_free(cache: KVCacheManager) -> None:
+    cache.sequences._free.append(cache.sequences._free[0])
+
+
+def _free_slot_with_blocks(cache: KVCacheManager) -> None:
+    cache.sequences.used[cache.sequences._free[0]] = 1
+
+
 def _cached_is_referenced(cache: KVCacheManager) -> None:
     block, blocks = _cached(cache), cache.blocks
     used = cache.sequences.table[_slot(cache), 2]
@@ -107,6 +123,10 @@ def _only_child_in_a_dictionary(cache: KVCacheManager) -> None:
         (_other_token, "foreign tokens"),
         (_indexed_early, "indexed too early"),
         (_states_of_no_model, "state blocks disagree"),
+        (_slot_without_an_id, "not mapped"),
+        (_slot_of_another_id, "the wrong slot"),
+        (_slot_twice_free, "twice free"),
+        (_free_slot_with_blocks, "a free slot holds"),
         (_cached_is_referenced, "holders, count"),
         (_cached_of_another_tenant, "LRU list"),
         (_cached_is_not_indexed, "indexed"),

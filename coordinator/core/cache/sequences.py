@@ -327,12 +327,13 @@ class Sequences:
 
     def check_invariants(self) -> None:
         """Check that slots, ids and counters agree."""
-        live = np.array(sorted(self.slot_of.values()), np.int64)
-        assert live.tolist() == np.flatnonzero(self.id).tolist(), "a live slot is not mapped"
-        assert all(self.id[slot] == sequence for sequence, slot in self.slot_of.items()), "an id maps to the wrong slot"
-        idle = self._free + [slot for _, _, slot in self.quarantine]
-        assert sorted([*idle, *live.tolist()]) == list(range(self.id.size)), "a slot is lost or twice free"
-        assert not self.used[np.array(idle, np.int64)].any(), "a free slot holds blocks"
+        live = np.fromiter(self.slot_of.values(), np.int64, len(self.slot_of))
+        assert np.array_equal(np.sort(live), np.flatnonzero(self.id)), "a live slot is not mapped"
+        assert self.id[live].tolist() == [*self.slot_of], "an id maps to the wrong slot"
+        idle = np.array(self._free + [slot for _, _, slot in self.quarantine], np.int64)
+        every = np.sort(np.concatenate((idle, live)))
+        assert np.array_equal(every, np.arange(self.id.size)), "a slot is lost or twice free"
+        assert not self.used[idle].any(), "a free slot holds blocks"
         assert not self.state_used[self.pool == NO_POOL].any(), "state blocks without a pool"
         assert (self.pending >= 0).all() and (self.length >= 0).all(), "a counter is below zero"
         assert (self.computed <= self.scheduled).all(), "acknowledged KV was never scheduled"
