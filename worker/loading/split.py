@@ -183,7 +183,7 @@ def _read(
                 continue
             filled = found[1].to(dtype=_dtype_of(module, name, dtype)).to(device.torch_device)
             _put(module, name, torch.nn.Parameter(filled, requires_grad=False))
-        used |= _read_buffers(module, of, report, dtype)
+        used |= _read_buffers(module, of, report, dtype, device)
         for number, name in enumerate(coded):
             progress("reading weights", number / len(coded))
             assert quantised is not None
@@ -203,8 +203,11 @@ def _read(
         check_unpacked(module, stored, source.name)
 
 
-def _read_buffers(module: Any, of: dict[str, Any], report: LoadReport, dtype: torch.dtype) -> set[str]:
-    """Fill the stored buffers, which every rank has as a whole. Return their stored names."""
+def _read_buffers(module: Any, of: dict[str, Any], report: LoadReport, dtype: torch.dtype, device: Device) -> set[str]:
+    """Fill the stored buffers, which every rank has as a whole. Return their stored names.
+
+    They go to the device, as parameters do: mapped files give tensors of the host.
+    """
     used = set()
     lasting = module.state_dict().keys()
     for name, buffer in module.named_buffers():
@@ -221,7 +224,7 @@ def _read_buffers(module: Any, of: dict[str, Any], report: LoadReport, dtype: to
             continue
         parent, _, last = name.rpartition(".")
         wanted = _dtype_of(module, name, dtype) if found.is_floating_point() else found.dtype
-        module.get_submodule(parent)._buffers[last] = found.to(wanted)
+        module.get_submodule(parent)._buffers[last] = found.to(wanted).to(device.torch_device)
     return used
 
 

@@ -17,6 +17,7 @@ from kvforge.worker.kernels.packed import quantising_problem
 from kvforge.worker.loading import split, streamed_files
 from kvforge.worker.loading.configuration import read_config
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.report import LoadReport
 from kvforge.worker.loading.slices import VOCABULARY, plan_of
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.split import build_split
@@ -323,3 +324,23 @@ def test_a_described_decoder_keeps_its_table_whole(
     )
     plan = plan_of(module)
     assert VOCABULARY not in plan.values() and plan["lm_head"] == "colwise_gather_output"
+
+
+class Mapped:
+    """A mapped file with one tensor."""
+
+    def get_slice(self, _name: str) -> torch.Tensor:
+        return torch.ones(4)
+
+
+def test_stored_buffers_go_to_the_device() -> None:
+    """A multi-token prediction module was not loaded on a GPU: its parameters were there, and a buffer was not."""
+    router = torch.nn.Module()
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    module = torch.nn.Module()
+    module.gate, module._keep_in_fp32_modules_strict = router, None  # type: ignore[assignment]
+    device: Any = SimpleNamespace(torch_device=torch.device("meta"))
+    report = LoadReport()
+    used = split._read_buffers(module, {"gate.e_score_correction_bias": Mapped()}, report, torch.float32, device)
+    assert used == {"gate.e_score_correction_bias"} and not report.missing and not report.mismatched
+    assert router.e_score_correction_bias.device.type == "meta"

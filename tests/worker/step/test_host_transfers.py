@@ -435,6 +435,7 @@ def test_copies_run_beside_the_work_of_a_gpu(
     blocks, hosts = 300, 400
     pool, copied = KvPool(geometry, blocks, device), np.arange(blocks)
     host = HostTransfers(pool, HostFile(in_memory / "file", "layout", hosts, geometry.bytes_per_block))
+    host.lock_next()
     assert bool(host.problem) != registered, host.problem
     host._at_once = 8  # more parts than buffers
     octets = [cache.view(torch.uint8) for cache in pool.tensors()]
