@@ -34,7 +34,7 @@ class Beside:
         decode = CpuOperations.decode
 
         def both(ops: CpuOperations, decoder: Any, *arguments: Any) -> torch.Tensor | None:
-            want = decoder._layers(*arguments).clone()
+            want = decoder._layers(*arguments, None).clone()
             cache = [tensor.clone() for layer in arguments[3].layers for tensor in (layer.keys, layer.values)]
             found = decode(ops, decoder, *arguments)
             if found is not None:
