@@ -14,6 +14,7 @@ from kvforge import Client
 from kvforge.protocol.messages import DiskStats
 from kvforge.worker.disk import segments
 from kvforge.worker.host_file import PAGE
+from tests.coordinator.net import until
 from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
@@ -21,6 +22,7 @@ from .test_host_tier import BLOCKS, CACHED, PROMPTS, bits, found, serve
 
 HOST_BYTES, DISK_BYTES = 4 << 20, 3 * segments.SEGMENT_BYTES
 WAIT_S = 60.0
+TIER_READY = "disk tier ready"  # a line of the coordinator's log
 
 
 def settings(cluster: Cluster) -> str:
@@ -56,12 +58,18 @@ def all_again(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
 
 
 def started(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
-    """Start a coordinator, and a worker with a disk tier; `ranks` names its processes."""
+    """Start a coordinator, and a worker with a disk tier; `ranks` names its processes. Return once the tier is there.
+
+    A recovered coordinator has the worker that was killed for a moment, and requests of that time find nothing.
+    """
+    log = cluster.folder / "coordinator.log"
+    before = log.read_text().count(TIER_READY) if log.exists() else 0
     cluster.start_coordinator()
     for name in ranks:
         cluster.start_worker(name, settings(cluster))
     kv = cluster.client()
     kv.wait_ready(300)
+    until(lambda: log.read_text().count(TIER_READY) > before)
     cluster.wait_workers(kv, len(ranks))
     return kv
 
