@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -17,24 +16,21 @@ from kvforge.client.results import Finished
 from tests.worker.head_checkpoints import write_eagle, write_right_mtp
 from tools.cluster.cluster import Cluster
 
-from .drafting_cluster import DraftingCluster
-from .midway import stopped_midway
-from .shared import wait_empty
-from .test_draft_model import (
+from .drafting_checks import (
     COORDINATOR,
-    GREEDY,
     NUMBERS,
-    PROMPTS,
-    TOKENS,
-    VOCABULARY,
     WAIT_S,
-    all_accepted,
     bits,
+    check_answers,
+    check_hits_and_forks,
+    check_host_tier,
+    check_preemption_and_death,
     counts,
-    repeats,
     results,
     submitted,
 )
+from .drafting_cluster import DraftingCluster
+from .shared import wait_empty
 
 MTP = 'draft_model = "mtp"\n'
 
@@ -69,80 +65,21 @@ def kv(cluster: Cluster) -> Iterator[Client]:
 def test_answers_are_those_without_heads(kv: Client, want: list[Finished]) -> None:
     (worker,) = kv.health().workers
     assert (worker.drafts, worker.kernels["drafts"].startswith("lookup, and the MTP module of right-0")) == (4, True)
-    for number in NUMBERS:
-        assert bits(submitted(kv, number).result(WAIT_S)) == bits(want[number])
-    for mine, other in zip(results([submitted(kv, number) for number in NUMBERS]), want, strict=True):
-        assert bits(mine) == bits(other)
+    check_answers(kv, want)
 
 
 def test_hits_and_forks_bring_keys_values_and_hidden_states(kv: Client) -> None:
-    prompt = Random("forks").sample(range(VOCABULARY), 70)
-    first = kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt="forks").result(WAIT_S)
-    branch = kv.submit([*prompt, *first.tokens[:5], 9], max_tokens=TOKENS, sampling=GREEDY, cache_salt="fresh")
-    other = branch.result(WAIT_S).tokens
-    assert not repeats([*prompt, *first.tokens])
-    assert not repeats([*prompt, *first.tokens[:5], 9, *other])
-    with all_accepted(kv, 3 * TOKENS):
-        again = kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY, cache_salt="forks").result(WAIT_S)
-        assert again.cached_tokens >= 64
-        assert again.tokens == first.tokens
-        parent = kv.create_sequence(prompt, cache_salt="forks")
-        kv.submit(sequence=parent, max_tokens=5, sampling=GREEDY).result(WAIT_S)
-        children = kv.fork(parent, 2)
-        kv.append(children[1], [9])
-        runs = [kv.submit(sequence=each, max_tokens=TOKENS, sampling=GREEDY) for each in (*children, parent)]
-        answers = [found.tokens for found in results(runs)]
-        assert answers[1] == other
-        assert answers[0] == answers[2]
-        assert answers[0][: TOKENS - 5] == first.tokens[5:]
-        kv.remove([parent, *children])
+    check_hits_and_forks(kv)
 
 
 def test_preempted_requests_and_those_of_a_killed_worker_go_on(model: Path, want: list[Finished]) -> None:
-    with DraftingCluster(model=model, blocks=24, coordinator=COORDINATOR, worker=MTP) as cluster:
-        kv = cluster.start("w0")
-        for mine, other in zip(results([submitted(kv, number) for number in NUMBERS]), want, strict=True):
-            assert bits(mine) == bits(other)
-        assert kv.stats().requests.preemptions_total > 0, "24 blocks hold fewer than these five at their ends"
-        with all_accepted(kv, 2 * TOKENS):
-            found = results([kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in PROMPTS])
-            assert found[0].tokens == want[0].tokens
-            assert not any(repeats([*prompt, *each.tokens]) for prompt, each in zip(PROMPTS, found, strict=True))
-        few = NUMBERS[2:]  # these run at once
-        requests = stopped_midway(cluster, kv, lambda: [submitted(kv, each) for each in few], TOKENS, "w0", begun=2)
-        cluster.kill("w0")
-        cluster.start_worker("w0")
-        for mine, other in zip(results(requests), want[2:], strict=True):
-            assert bits(mine) == bits(other)
-        assert wait_empty(kv).requests.recomputed_tokens_total > 0
+    check_preemption_and_death(model, MTP, want)
 
 
 def test_the_host_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(
     model: Path, want: list[Finished]
 ) -> None:
-    learns = COORDINATOR + "[cache]\nhost_learn_blocks = 0\n"
-    with DraftingCluster(model=model, blocks=10, coordinator=learns, worker=MTP, host_bytes=64 << 20) as cluster:
-        kv = cluster.start("w0")
-
-        def run() -> None:
-            """Each prompt evicts the one before to the host file."""
-            for prompt in PROMPTS:
-                found = kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY).result(WAIT_S)
-                assert not repeats([*prompt, *found.tokens])
-
-        run()
-        loaded = kv.stats().pools[0].host_loaded_total
-        with all_accepted(kv, 2 * TOKENS):
-            run()
-        assert kv.stats().pools[0].host_loaded_total > loaded + 5
-        cluster.kill("w0")
-        cluster.start_worker("w0", changed='draft_model = ""')
-        cluster.wait_workers(kv, 1)
-        before = kv.stats().pools[0].host_loaded_total
-        found = submitted(kv, 1).result(WAIT_S)
-        assert bits(found) == bits(want[1])
-        assert found.cached_tokens == 0
-        assert kv.stats().pools[0].host_loaded_total == before
+    check_host_tier(model, MTP, want, 'draft_model = ""')
 
 
 def test_an_eagle_head_in_a_folder_drafts(tmp_path: Path) -> None:
