@@ -111,7 +111,12 @@ def _front(source: Source, model: LoadedModel, seed: int) -> MtpFront:
         hidden_first = False
     else:
         hidden_first = names_of(source, config).hidden_first
-        tensors = read_tensors(source, [*front_tensors(source, config)])
+        names = [*front_tensors(source, config)]
+        tensors = [tensor.to(model.dtype) for tensor in read_tensors(source, names)]
+        for name, tensor in zip(names, tensors, strict=True):
+            if not bool(tensor.isfinite().all()):
+                problem = f"the tensor {name} of {source.name} holds NaN or infinity: use another checkpoint"
+                raise InvalidConfiguration("draft_model", f"'mtp', but {problem}")
     token_norm, hidden_norm, projection = (tensor.to(place, model.dtype) for tensor in tensors)
     return MtpFront(Norm(token_norm, epsilon), Norm(hidden_norm, epsilon), projection, hidden_first)
 

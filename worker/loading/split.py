@@ -98,7 +98,7 @@ def build_split(
         cut, of = mine.cut(copy), module.get_parameter(original)
         _put(module, copy, of if cut.is_whole else torch.nn.Parameter(cut.of(of), requires_grad=False))
     if source.format != "dummy":
-        check_finite(module, source.name)
+        check_finite(module, source.name, source.stored_name)
     for name in mine.first_only:
         if mine.rank:
             parent, _, last = name.rpartition(".")

@@ -103,6 +103,17 @@ def test_a_missing_tensor_is_named(name: str, words: str, glm: Path, cpu: Device
         opened(place, cpu)
 
 
+@pytest.mark.parametrize("name", ["enorm", "hnorm", "eh_proj", "self_attn.k_proj"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_damaged_number_is_refused(name: str, value: float, glm: Path, cpu: Device) -> None:
+    whole = f"model.layers.3.{name}.weight"
+    place = changed(glm, lambda tensors: tensors[whole].view(-1)[3:4].fill_(value))
+    with pytest.raises(
+        (InvalidConfiguration, UnsupportedModel), match=rf"NaN or infinity.*{whole}|{whole}.*NaN or inf"
+    ):
+        opened(place, cpu)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
