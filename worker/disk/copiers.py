@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvforge.protocol.messages import DISK_READ, Int32Array
+from kvforge.protocol.readiness import Selector
 
 RESULT_NUMBERS = 3
 RESULT_BYTES = 4 * RESULT_NUMBERS
@@ -74,9 +75,7 @@ class Copiers:
         for number in range(readers + 1):
             self._fork(writes=number == readers)
         *reading, writing = self._children
-        watched = (
-            selectors.DefaultSelector()
-        )  # select() takes no descriptor above 1,023, which a GPU's driver may leave
+        watched = Selector()
         watched.register(self._worker, selectors.EVENT_READ)
         for child in self._children:
             watched.register(child.socket, selectors.EVENT_READ, child)
