@@ -6,7 +6,8 @@
 
 Interactive requests come at random (Poisson) with their own prompts. The batch keeps `--lanes` requests of the lowest
 priority in flight, as `/v1/batches` does. Three sides take turns on one service: the interactive requests alone, the
-same beside the batch, which arrive at the same times, and, before both, the batch alone. "ratio" divides beside by
+same beside the batch, which arrive at the same times, and, before both, the batch alone. Interactive requests that do
+not count come between: the first ones of a new worker are slower. "ratio" divides beside by
 alone; the last column but one divides the tokens computed a second beside by those of the batch alone. Times are the
 client's. "busy" is the share of time in which the worker's device had work, by the pauses between steps that the worker
 measures: a launch that the device waits for is a pause.
@@ -215,6 +216,8 @@ async def measure(endpoint: str, options: argparse.Namespace) -> dict[str, Measu
         streams = AsyncStreams(client)
         for repeat in range(options.repeats):
             for at, (side, whole) in enumerate(found.items()):
+                if side == ALONE and not repeat:
+                    await Load(streams, options, 0, len(found)).run(0, interactive=True)
                 if side == BATCH and repeat:
                     continue  # only before the first other request: afterwards batches leave room for the next one
                 one = await measure_side(endpoint, client, streams, side, options, (repeat, at))
