@@ -23,13 +23,19 @@ STAGING_RING = 3
 class DeviceEvent:
     """An event in the device's queue. On a CPU it has always passed."""
 
-    def __init__(self, device: Device, timed: bool = False) -> None:
-        """Record the event at the end of the queue. timed: whether `ms_since` will be called."""
+    def __init__(self, device: Device, timed: bool = False, queue: torch.cuda.Stream | None = None) -> None:
+        """Record the event at the end of a queue.
+
+        Args:
+            device: The device.
+            timed: Whether `ms_since` will be called.
+            queue: The queue; None: the one that torch uses now.
+        """
         self._event: torch.cuda.Event | None = None
         self._at_ns = 0 if device.queues else time.perf_counter_ns()
         if device.queues:
             self._event = torch.cuda.Event(enable_timing=timed)
-            self._event.record()
+            self._event.record(queue)
 
     def passed(self) -> bool:
         """Return True once everything queued before the event is done.
@@ -48,10 +54,10 @@ class DeviceEvent:
         if self._event is not None:
             self._event.synchronize()
 
-    def hold_back(self) -> None:
-        """Make work that is queued from now on, in the queue that torch uses now, wait for the event."""
+    def hold_back(self, queue: torch.cuda.Stream | None = None) -> None:
+        """Make work that is queued from now on wait for the event: in `queue`, or in the one that torch uses now."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(queue)
 
     def ms_since(self, earlier: DeviceEvent) -> float:
         """Return the milliseconds of device time between two timed events that have passed."""

@@ -29,8 +29,7 @@ class SideQueue:
 
     def follow(self, event: DeviceEvent) -> None:
         """Make all later work of this queue wait for an event of another one."""
-        with self.entered():
-            event.hold_back()
+        event.hold_back(self._stream)
 
     def begin(self) -> DeviceEvent | None:
         """Return a timed event if work that is asked for now begins now; None if it begins in its queue, later."""
@@ -38,5 +37,4 @@ class SideQueue:
 
     def mark(self, timed: bool = False) -> DeviceEvent:
         """Record an event at the end of this queue. timed: as of `DeviceEvent`."""
-        with self.entered():
-            return DeviceEvent(self._device, timed)
+        return DeviceEvent(self._device, timed, self._stream)

@@ -33,6 +33,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.attention.quantised import as_bytes
 from kvforge.worker.checksums import Sums
 from kvforge.worker.device.block_buffers import BlockBuffers, PendingSums
+from kvforge.worker.device.copy_batches import CopyBatches, copy_batches_of
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.host_memory import LockedPieces, registrar_of
 from kvforge.worker.device.queue import DeviceEvent
@@ -181,15 +182,23 @@ class HostTransfers:
         file: The file.
         memory: The file's memory, if a thread locks pieces, which ends before the first copy. It is closed with this
             object.
+        batches: Queues the copies of a buffer in one call; default: what the device has.
 
     Attributes:
         file: The file.
         problem: Why the device cannot reach the file's memory, so that copies go through page-locked buffers; "".
     """
 
-    def __init__(self, pool: KvPool, file: HostFile, memory: LockedPieces | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        file: HostFile,
+        memory: LockedPieces | None = None,
+        batches: CopyBatches | None = None,
+    ) -> None:
         device = pool.device
         self._device, self.file = device, file
+        self._batches = batches or copy_batches_of(device)
         octets = (
             cache.view(torch.uint8) if cache.dtype != torch.uint8 else as_bytes(cache) for cache in pool.tensors()
         )
@@ -339,12 +348,26 @@ class HostTransfers:
         return ring[-1]
 
     def _copy(self, hosts: Indices, rows: torch.Tensor, into_file: bool) -> None:
-        """Queue copies between rows and the file: one for each run of neighbours in a page-locked piece."""
+        """Queue copies between rows and the file: one for each run of neighbours in a page-locked piece.
+
+        Args:
+            hosts: Host blocks, [n].
+            rows: On the device, at least n, in the order of the host blocks.
+            into_file: Whether to copy to the file.
+        """
         apart = np.diff(hosts, prepend=-2) != 1
         if self._memory.piece_blocks:
             apart |= hosts % self._memory.piece_blocks == 0
         begins = np.flatnonzero(apart)
-        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(hosts)], strict=True):
+        ends = np.append(begins[1:], len(hosts))
+        if self._batches is not None:
+            each = self._pool.block_bytes
+            sources, targets = rows.data_ptr() + begins * each, self._blocks.data_ptr() + hosts[begins] * each
+            if not into_file:
+                sources, targets = targets, sources
+            self._batches.queue(targets, sources, (ends - begins) * each)
+            return
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             host = int(hosts[begin])
             ours, there = rows[begin:end], self._blocks[host : host + end - begin]
             if into_file:

@@ -21,6 +21,7 @@ from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.checksums import checksums, weights_of
 from kvforge.worker.config import WorkerConfig
 from kvforge.worker.device import host_memory
+from kvforge.worker.device.copy_batches import CopyBatches
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.host_memory import LockedPieces
 from kvforge.worker.device.queue import DeviceEvent
@@ -31,6 +32,7 @@ from kvforge.worker.step.host_opening import begin_host_tier, open_host_tier
 from kvforge.worker.step.host_transfers import HostTransfers, bad_host_copies
 from kvforge.worker.step.loop import pool_local
 from kvforge.worker.step.runner import HostCopyError
+from tests.worker.device.batches import FakeRuntime
 from tests.worker.device.registrar import FakeRegistrar
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin, i4
 
@@ -325,6 +327,25 @@ def test_pieces_are_locked_before_their_first_copy(
     assert not registrar.locked
 
 
+# behaviour: the copies of a buffer are one call, each within a locked piece, and blocks come back with the same bits
+def test_batches_of_copies(bench: Bench, tmp_path: Path) -> None:
+    registrar, runtime = FakeRegistrar(), FakeRuntime()
+    host = locking(bench.pool, tmp_path, registrar)
+    host._batches = CopyBatches(runtime, lambda: 3)
+    size, border = bench.pool.geometry.bytes_per_block, 3 * host._memory.piece_blocks
+    for number, cache in enumerate(bench.pool.tensors()):
+        cache[:5] = torch.arange(5).view(-1, *[1] * (cache.dim() - 1)) + number
+    before = [content(bench.pool, block) for block in range(5)]
+    hosts = [border - 1, border, border + 1, 4, 2]
+    host.save(copies(*((block, place, 9) for block, place in enumerate(hosts)))).settle()
+    assert not host.load(copies(*((block + 7, place, 9) for block, place in enumerate(hosts)))).settle().size
+    assert [content(bench.pool, block) for block in range(7, 12)] == before
+    (written, _, sizes), (_, read, more_sizes) = runtime.calls
+    assert sizes == more_sizes == [size, 2 * size, size, size], "cut at the border, joined behind it"
+    assert written == read and all(map(registrar.holds, written, sizes))
+    host.close()
+
+
 # behaviour: once a piece is refused all copies take a detour, the bits stay the same, and the log says it once
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_copies_go_on_after_a_refusal(
@@ -437,6 +458,7 @@ def test_copies_run_beside_the_work_of_a_gpu(
     host = HostTransfers(pool, HostFile(in_memory / "file", "layout", hosts, geometry.bytes_per_block))
     host.lock_next()
     assert bool(host.problem) != registered, host.problem
+    assert device.kind != "cuda" or host._batches is not None
     host._at_once = 8  # more parts than buffers
     octets = [cache.view(torch.uint8) for cache in pool.tensors()]
     for each in octets:
