@@ -41,10 +41,21 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     return found
 
 
-def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0, drafts: int = 0) -> tuple[Any, Any, Any]:
+def open_runner(
+    plan: Plan,
+    rows_min: int = 0,
+    tokens_min: int = 0,
+    drafts: int = 0,
+    join: Callable[[Any], Any] = lambda model: model,
+) -> tuple[Any, Any, Any]:
     """Return device, model with dummy weights, and runner with captured graphs for the plan's batches.
 
-    rows_min, tokens_min: additional capacity for this many rows of this many tokens. drafts: the most of one row.
+    Args:
+        plan: The plan.
+        rows_min: Additional capacity for this many rows.
+        tokens_min: Tokens of each of these rows.
+        drafts: The most drafts of one row.
+        join: Called with the model; returns it with what drafts for it.
     """
     import torch
 
@@ -60,6 +71,7 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0, drafts: int 
     model = load_model(
         plan.model, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=plan.kv_dtype
     )
+    model = join(model)
     print(f"{plan.determinism}: {model.unsteady or 'batch-invariant'}", file=sys.stderr, flush=True)
     width = max(plan.context_max, tokens_min) // BLOCK_SIZE
     rows = max(*plan.batches, rows_min)

@@ -55,6 +55,7 @@ class PagedBatch:
         shares_reads: Whether launches over a static batch read what rows have in common once, where they can: a graph
             without shared reads costs less. Other batches are looked at in each step.
         plans: Data that implementations derive from the above; cleared at each refill.
+        earlier: Data of the refill before that makes the next plans cheaper; kept by a static batch.
     """
 
     tables: IntArray
@@ -74,6 +75,7 @@ class PagedBatch:
     beside: PagedBatch | None = None
     shares_reads: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
+    earlier: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
     _places: StaticPlaces | None = None
@@ -237,7 +239,9 @@ class PagedBatch:
             for (key, array), part in zip(arrays.items(), parts, strict=True):
                 self._device_arrays[key] = part[: len(array)]
 
-    def fill(self, tables: Int32Array, lengths: Int32Array, extra: Int32Array | None = None) -> None:
+    def fill(
+        self, tables: Int32Array, lengths: Int32Array, extra: Int32Array | None = None, length_max: int = 0
+    ) -> None:
         """Refill a static batch for the next step, with one copy on the current stream.
 
         Work queued before reads the old contents. Rows from n on are padding: they write nothing, and their attention
@@ -247,19 +251,47 @@ class PagedBatch:
             tables: [n, any width].
             lengths: [n], with the new token, at least 1.
             extra: [extra x rows]; None if there are none.
+            length_max: The longest that `lengthen` will make a row.
         """
-        places, count, rows = self._fixed_places(), len(lengths), len(self.counts)
-        width = min(tables.shape[1], places.tables.shape[1])
-        assert count <= rows, f"{count} rows in a batch for {rows}"
-        assert not count or int(lengths.max()) <= width * self.block_size, "tables are narrower than their rows"
+        places = self._fixed_places()
+        width, longest = min(tables.shape[1], places.tables.shape[1]), max(int(lengths.max(initial=0)), length_max)
+        assert longest <= width * self.block_size, "tables are narrower than their rows"
         self.tables = tables[:, :width].astype(np.int64)
+        self.lengthen(lengths)
+        self._renew(tables[:, : -(-longest // self.block_size)], extra)
+
+    def lengthen(self, lengths: Int32Array) -> None:
+        """Give the rows of the last `fill` other lengths, on the host alone. lengths: [n], see `fill`."""
+        count, rows = len(lengths), len(self.counts)
+        assert count <= rows, f"{count} rows in a batch for {rows}"
         self.lengths = np.zeros(rows, np.int64)
         self.lengths[:count] = lengths
         self.starts = np.maximum(self.lengths - 1, 0)
         self.kv_slots = np.full(rows, -1, np.int64)
         last = self.starts[:count, None]
         self.kv_slots[:count] = self.kv_slots_of(np.arange(count), last)[:, 0]
-        self._renew(tables[:, : int(-(-self.lengths.max() // self.block_size))], extra)
+        self.plans.clear()
+
+    @property
+    def packed_on_device(self) -> torch.Tensor:
+        """[numbers] int32 on the device: all that `fill` sends but the tables. Work that is queued may replace it."""
+        return self._fixed_places().staging.on_device[: self._used]
+
+    def pack(self, into: Int32Array, extra: Int32Array | None = None) -> None:
+        """Write the contents of `packed_on_device` for the rows as they are on the host.
+
+        Args:
+            into: [numbers or more] int32.
+            extra: See `fill`.
+        """
+        before = 0 if extra is None else len(extra)
+        if extra is not None:
+            into[:before] = extra
+        into[before : before + len(self.kv_slots)] = self.kv_slots
+        for make, place in self._renewed:
+            array = make(self).reshape(-1)
+            assert array.size == place.stop - place.start, "a device array of a static batch has changed its size"
+            into[place] = array
 
     def _renew(self, tables: Int32Array, extra: Int32Array | None) -> None:
         """Send the contents of a refilled static batch, `kv_slots` and all device arrays.
@@ -268,16 +300,10 @@ class PagedBatch:
             tables: [n, only the needed columns].
             extra: [extra numbers]; None if there are none.
         """
-        places, before = self._fixed_places(), 0 if extra is None else len(extra)
+        places = self._fixed_places()
         self.plans.clear()
         host = places.staging.host()
-        if extra is not None:
-            host[:before] = extra
-        host[before : before + len(self.kv_slots)] = self.kv_slots
-        for make, place in self._renewed:
-            array = make(self).reshape(-1)
-            assert array.size == place.stop - place.start, "a device array of a static batch has changed its size"
-            host[place] = array
+        self.pack(host, extra)
         places.send(tables, host, self._used)
 
     def _fixed_places(self) -> StaticPlaces:

@@ -101,6 +101,26 @@ class DecodePlanner:
         used[:] = used[np.argsort(low - high, kind="stable")]
         return array.reshape(-1)
 
+    def plan_after(
+        self, before: npt.NDArray[np.integer], made: Int32Array, lengths: npt.NDArray[np.integer]
+    ) -> Int32Array:
+        """Make the plan of a step as `plan` does, in less time if rows only grew within their last tiles.
+
+        Args:
+            before: [rows] the lengths of an earlier step.
+            made: Its plan.
+            lengths: See `plan`.
+        """
+        tiles = self.key_tile
+        if self.window or not np.array_equal((before + (tiles - 1)) // tiles, (lengths + (tiles - 1)) // tiles):
+            return self.plan(lengths)
+        array = made.copy()
+        head, parts = array[:FIELDS], array[FIELDS:]
+        items = named(parts[: FIELDS * int(named(head, DECODE_HEAD)["items"][0])], DECODE_PART)
+        (last,) = np.nonzero(items["part"] == items["parts"] - 1)
+        items["end"][last] = lengths[items["row"][last]]
+        return array
+
     def _parts(self, tiles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the parts of each row, at most items_max in total. tiles: [rows], descending, without zeros."""
         if self.steady:

@@ -182,17 +182,19 @@ class KvPool:
         extra: npt.NDArray[np.int32] | None = None,
         windows: WindowTables | None = None,
         states: npt.NDArray[np.int32] | None = None,
+        length_max: int = 0,
     ) -> None:
         """Refill a static batch of this pool; see `PagedBatch.fill`, and `batch` for `windows` and `states`.
 
         Rows of one batch must be of different sequences if they have states. Those of padding lie in the spare block.
         """
+        assert not length_max or not (batch.windows or batch.beside), "only batches of their own become longer"
         if batch.states is not None:
             batch.states = self._spare_pages(len(batch.states))
             if states is not None:
                 batch.states[: len(states)] = states
             extra = np.concatenate([np.zeros(0, np.int32) if extra is None else extra, batch.states.reshape(-1)])
-        batch.fill(self._scaled(tables), lengths, extra)
+        batch.fill(self._scaled(tables), lengths, extra, length_max)
         if self._besides_apart is not None:
             assert batch.beside is not None, "a batch of another pool"
             self._besides_apart.fill(batch.beside, tables, lengths)

@@ -304,7 +304,15 @@ class TritonAttention:
         if plans is not None:
             return plans.own
         lengths = batch.lengths[launches[number].at]
-        return decode_planner(len(lengths), *shape, self._target).plan(lengths)
+        planner, key = decode_planner(len(lengths), *shape, self._target), ("decode plan", shape, number)
+        if key in batch.earlier:
+            before, made = batch.earlier[key]
+            plan = planner.plan_after(before, made, lengths)
+        else:
+            plan = planner.plan(lengths)
+        if batch.is_static:
+            batch.earlier[key] = lengths, plan
+        return plan
 
     def _shared_plan(self, shape: _Shape, number: int, batch: PagedBatch) -> Int32Array:
         """Return the plan of the shared parts of launch `number`; without any, an empty one if the batch is static."""

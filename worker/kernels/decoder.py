@@ -148,6 +148,14 @@ class FusedDecoder:
             normed = self.operations.decode(self, token_ids, positions, batch, pool)
         return self._layers(token_ids, positions, batch, pool, taps) if normed is None else normed
 
+    def write(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
+        """Run the layers for their K and V alone: the last one that stores any computes nothing else."""
+        if self.ranks is None and self.operations.decode(self, token_ids, positions, batch, pool) is not None:
+            return
+        storing = [number for number, layer in enumerate(self.layers) if layer.attends and layer.kv_layer is None]
+        whole = not storing or any(layer.mixer is not None for layer in self.layers)
+        self._layers(token_ids, positions, batch, pool, None, None if whole else storing[-1])
+
     def logits(self, normed: torch.Tensor, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits of rows of `hidden`, [n, vocab] float32, in `logits` if it is given."""
         shares = self.ranks.count if self.ranks is not None and self.head_is_split else 1
@@ -178,14 +186,20 @@ class FusedDecoder:
             logits.view(len(normed), ranks.count, -1).copy_(ranks.gather(share).transpose(0, 1))
 
     def _layers(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool, taps: Taps | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+        taps: Taps | None,
+        stop: int | None = None,
     ) -> torch.Tensor:
-        """Return the final norm of each token, [tokens, hidden]."""
+        """Return the final norm of each token, [tokens, hidden]. stop: see `run_layers`."""
         residual, normed = self._embed(token_ids)
         inputs = None
         if self.token_inputs is not None:
             inputs = token_inputs(self.operations, self.token_inputs, token_ids, residual)
-        return self.run_layers(residual, normed, positions, batch, pool, inputs, taps)
+        return self.run_layers(residual, normed, positions, batch, pool, inputs, taps, stop)
 
     def run_layers(
         self,
@@ -196,6 +210,7 @@ class FusedDecoder:
         pool: KvPool,
         inputs: torch.Tensor | None = None,
         taps: Taps | None = None,
+        stop: int | None = None,
     ) -> torch.Tensor:
         """Run all layers.
 
@@ -207,9 +222,10 @@ class FusedDecoder:
             pool: The KV pool.
             inputs: Inputs of the layers' third blocks, [tokens, layers, n]; None: none.
             taps: Keeps what some layers read; None: nothing is kept.
+            stop: The index of a layer that attends: it stores its K and V, and nothing behind is computed. None: none.
 
         Returns:
-            The final norm of each token, [tokens, hidden].
+            The final norm of each token, [tokens, hidden]; behind `stop`, what that layer read.
         """
         ops = self.operations
         rotary = self._angles(positions)
@@ -237,6 +253,9 @@ class FusedDecoder:
                 place = own if layer.kv_layer is None else layer.kv_layer
                 angles = None if layer.rotary is None else rotary[layer.rotary]
                 factor = None if layer.query_scale is None else query_factors[layer.query_scale]
+                if index == stop:
+                    self._store_keys(layer, given, angles, pool.layers[place], pool.batch_of(place, batch))
+                    return normed
                 attended = self._attend(layer, given, angles, factor, pool.layers[place], pool.batch_of(place, batch))
                 own_scale = scale * factors.attended
                 normed = self.add(
@@ -277,10 +296,16 @@ class FusedDecoder:
         """
         own, rotary = self.layers[layer], self._angles(positions)
         angles = None if own.rotary is None else rotary[own.rotary]
-        if own.latent is not None and angles is not None:
-            store_latents(self.operations, self.attention, own, normed, angles, pool.layers[layer], batch)
+        self._store_keys(own, normed, angles, pool.layers[layer], batch)
+
+    def _store_keys(
+        self, layer: FusedLayer, normed: torch.Tensor, angles: Rotary | None, cache: KvLayer, batch: PagedBatch
+    ) -> None:
+        """Store K and V, or latents, of a layer's new tokens."""
+        if layer.latent is not None and angles is not None:
+            store_latents(self.operations, self.attention, layer, normed, angles, cache, batch)
             return
-        self.project(own, normed, angles, pool.layers[layer], batch)
+        self.project(layer, normed, angles, cache, batch)
 
     def _angles(self, positions: torch.Tensor) -> list[Rotary]:
         """Return cos and sin of each rotary table."""

@@ -369,7 +369,7 @@ class LoadedModel:
             RuntimeError: torch failed.
         """
         if self.fused is not None:
-            self.fused.hidden(token_ids, positions, batch, pool)
+            self.fused.write(token_ids, positions, batch, pool)
         else:
             self._through_transformers(token_ids, positions, torch.zeros_like(token_ids[:1]), batch, pool)
 

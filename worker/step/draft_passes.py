@@ -50,8 +50,10 @@ class DraftPasses:
         self, draft: DraftSource, pool: KvPool, vocab_size: int, before: Callable[[], None] = lambda: None
     ) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
-        self._draft, self._pool, self._blocks = draft, pool.beside, pool.blocks
+        self._draft, self._pool = draft, pool.beside
         self._scratch = pool.geometry.scratch_per_row
+        scratch = np.arange(DRAFT_ROWS_MAX * self._scratch, dtype=np.int32).reshape(DRAFT_ROWS_MAX, self._scratch)
+        self._scratch_blocks = pool.blocks + scratch  # [rows, scratch_per_row]
         self.name, self.context_tokens_max = draft.info.name, draft.info.context_tokens_max
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes, self.block_bytes = draft.bytes + pool.beside.bytes, draft.geometry.bytes_per_block
@@ -97,7 +99,7 @@ class DraftPasses:
         upload = self._draft.device.upload
         first = np.minimum(np.array([row.token for row in ordered], np.int32), self._draft.vocab_size - 1)
         if self.graphs is not None and self.graphs.can_run(len(rows), tables.shape[1]):
-            chosen = self.graphs.run(first, positions, tables, int(counts[0])).T.tolist()
+            chosen = self.graphs.run(first, positions, tables, int(counts[0])).cpu()[:, : len(rows)].T.tolist()
             kept = [tokens[:count] for tokens, count in zip(chosen, counts.tolist(), strict=True)]
             return [tokens for _, tokens in sorted(zip(order, kept, strict=True))]
         fed, found, hidden = upload(first.astype(np.int64)), list[torch.Tensor](), None
@@ -122,7 +124,7 @@ class DraftPasses:
         width = max(len(row.table) for row in rows) + self._scratch
         tables = np.zeros((len(rows), width), np.int32)
         for number, row in enumerate(rows):
-            own, first = len(row.table), self._blocks + number * self._scratch
+            own = len(row.table)
             tables[number, :own] = row.table
-            tables[number, own : own + self._scratch] = np.arange(first, first + self._scratch)
+            tables[number, own : own + self._scratch] = self._scratch_blocks[number]
         return tables

@@ -76,3 +76,27 @@ def test_plans_beyond_their_room_are_refused(cpu: Device) -> None:
     batch.device_array("large", lambda _: np.zeros(PLANS_MAX - 4, np.int32))
     with pytest.raises(RuntimeError, match="plans of a static batch"):
         batch.device_array("one more", lambda _: np.zeros(16, np.int32))
+
+
+def test_longer_rows_are_packed_as_a_refill_would_send_them(cpu: Device) -> None:
+    """Rows grow into blocks that the first refill has sent already."""
+    batch = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
+    other = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
+    first = np.array([1, 20, 6])
+    batch.fill(tables_of(3), first, np.arange(8, dtype=np.int32), length_max=26)
+    other.fill(tables_of(3), first + 6, np.arange(8, dtype=np.int32))
+    for each in (batch, other):
+        each.device_array("lengths", lengths_of)
+    sent = batch.tables_on_device.clone()
+    for number in range(1, 7):
+        extra = np.arange(10 * number, 10 * number + 8, dtype=np.int32)
+        batch.lengthen(first + number)
+        packed = np.full(batch.packed_on_device.numel(), -7, np.int32)
+        batch.pack(packed, extra)
+        batch.packed_on_device.copy_(batch.device.upload(packed))
+        check(batch, [1 + number, 20 + number, 6 + number], extra.tolist())
+    assert batch.tables_on_device.tolist() == sent.tolist()
+    other.fill(tables_of(3), first + 6, extra)
+    assert other.kv_slots.tolist() == batch.kv_slots.tolist()
+    with pytest.raises(AssertionError, match="narrower"):
+        batch.fill(tables_of(3), first, extra, length_max=WIDTH * BLOCK_SIZE + 1)

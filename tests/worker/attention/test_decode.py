@@ -283,6 +283,24 @@ def test_plan_covers_every_key_once(rows: int, programs: int, steady: bool, wind
             assert edges == ([low, *of_row["end"]] if length else [0])
 
 
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("steady", [False, True])
+def test_a_plan_made_from_an_earlier_one_is_the_same(steady: bool, window: int) -> None:
+    """Rows grow within their tiles and into new ones, shrink, and take the places of others."""
+    rng = np.random.default_rng(7)
+    planner = DecodePlanner(8, 66, key_tile=64, window=window, steady=steady)
+    lengths = np.array([1, 63, 64, 700, 0, 1500, 0, 20_000])
+    made = planner.plan(lengths)
+    for number in range(200):
+        before = lengths.copy()
+        if number % 20 == 19:
+            lengths = rng.permutation(lengths)
+        lengths = np.where(lengths > 0, np.maximum(lengths + rng.integers(-1, 3, 8), 1), 0)
+        earlier, made = made.copy(), planner.plan_after(before, made, lengths)
+        assert made.tolist() == planner.plan(lengths).tolist()
+        assert earlier.tolist() == planner.plan(before).tolist()
+
+
 def test_a_steady_plan_cuts_a_row_by_its_own_length() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 20_000, 40)

@@ -15,8 +15,11 @@ import torch
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.attention import AttentionOptions
+from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import Activation
+from kvforge.worker.kernels.decoder import FusedDecoder
+from kvforge.worker.kernels.layer_weights import FusedLayer
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.positions import QueryScale
 from kvforge.worker.loading import determinism, families, fusion, load, parts, verification
@@ -383,6 +386,45 @@ def test_layers_with_the_same_k_and_v_share_their_memory(loaded: Callable[..., L
     shapes = loaded("gemma4").geometry.layers
     assert [each.shared_with for each in shapes] == [None, None, None, 2]
     assert all(each.shared_with is None for each in loaded("gemma3").geometry.layers)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "cohere", "gemma3", "gemma4", "olmo2", "deepseek_v3"])
+def test_writing_alone_stores_the_k_and_v_of_a_whole_pass(
+    name: str, layers: int, loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer with K and V of its own neither attends nor feeds."""
+    model, attended = loaded(name), list[FusedLayer]()
+    fused = model.fused
+    assert fused is not None
+    if layers == 1 and fused.token_inputs is None:
+        fused = replace(fused, layers=fused.layers[:1])
+    attend = FusedDecoder._attend
+
+    def watched(self: FusedDecoder, layer: FusedLayer, *rest: Any) -> torch.Tensor:
+        attended.append(layer)
+        return attend(self, layer, *rest)
+
+    monkeypatch.setattr(FusedDecoder, "_attend", watched)
+    starts, counts = np.array([0, 0, 6], np.int32), np.array([7, 1, 1], np.int32)
+    stored, calls = list[list[torch.Tensor]](), list[int]()
+    with torch.inference_mode():
+        for write in (FusedDecoder.hidden, FusedDecoder.write):
+            pool = KvPool(model.geometry, 8, model.device)
+            for tensor in pool.tensors():
+                tensor.zero_()
+            batch = pool.batch(np.arange(6, dtype=np.int32).reshape(3, 2), starts, counts, counts == 1)
+            positions = torch.cat(
+                [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            )
+            attended.clear()
+            write(fused, torch.arange(5, 14), positions, batch, pool)
+            stored.append([tensor.clone() for tensor in pool.tensors()])
+            calls.append(len(attended))
+    assert all(torch.equal(one, other) for one, other in zip(*stored, strict=True))
+    assert any(tensor.any() for tensor in stored[0])
+    shared = sum(layer.kv_layer is not None for layer in fused.layers)
+    assert calls == [len(fused.layers), len(fused.layers) - 1 - shared]
 
 
 @pytest.mark.parametrize("name", ["llama4", "gemma4 with experts", "mixtral", "llama"])
