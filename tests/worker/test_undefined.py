@@ -28,3 +28,9 @@ def test_undefined_numbers_are_nan(name: str, dtype: torch.dtype) -> None:
 def test_a_large_tensor_stays_as_it_is() -> None:
     """The system has given it no pages yet: they read as zeros."""
     assert torch.empty(BYTES_MAX // 4 + 1)[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["empty", "empty_strided"])
+def test_a_chosen_device_holds(name: str) -> None:
+    with torch.device("meta"):
+        assert MADE[name](3, 5).is_meta

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 BYTES_MAX = 1 << 26  # a larger tensor stays as it is, because the system gives it pages of zeros
@@ -20,6 +21,8 @@ BYTES_MAX = 1 << 26  # a larger tensor stays as it is, because the system gives 
 
 def fill_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's functions that leave memory undefined fill it with NaN."""
+    # torch lists the functions that `with torch.device(...)` affects once a process: not the patched ones.
+    _device_constructors()
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
