@@ -55,8 +55,13 @@ class Specialisation:
         constants = [(place, value) for place, value in self.constants.items() if names[place[0]] not in without]
         attributes = [(place, found) for place, found in self.attributes.items() if found]
         # A descriptor's type includes the shape of its box, which follows from constants.
-        types = (re.sub(r"^(tensordesc<\w+)\[.*", r"\1", each) if without else each for each in self.types.values())
+        types = map(_without_box, self.types.values()) if without else self.types.values()
         return self.kernel.fn, *types, str((constants, attributes, self.options))
+
+
+@cache
+def _without_box(argument_type: str) -> str:
+    return re.sub(r"^(tensordesc<\w+)\[.*", r"\1", argument_type)
 
 
 def gpu_target(target: Target) -> GPUTarget:
