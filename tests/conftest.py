@@ -43,13 +43,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the fresh seeds, once for all processes of a run, and the number of examples."""
-    fresh.choose_day()
+    """Choose the seeds and cases of the day, once for all processes of a run, and the number of examples."""
+    fresh.choose_day(config)
     amount.choose(config)
 
 
 def pytest_report_header() -> str:
-    """Print the fresh seeds and how to repeat them."""
+    """Print the seeds and cases of the day and how to repeat them."""
     return fresh.headline()
 
 

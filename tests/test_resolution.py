@@ -1,7 +1,7 @@
 """The extras resolve for every supported Python, with the package index's build of torch.
 
 uv resolves from metadata alone, in seconds, and needs no interpreter of the version. pip, which the Makefile uses where
-uv cannot, reads every distribution, which takes minutes: soak tests.
+uv cannot, reads every distribution, which takes minutes: soak tests, of one Python on each day.
 
 pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Missing Python versions, and
 machines without a package index, are skipped by name.
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import fresh
 
 REPOSITORY = Path(__file__).parents[1]
 MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
@@ -132,7 +134,7 @@ def _torch_is_pinned(found: dict[str, dict[str, Any]]) -> None:
         assert found["triton"]["version"] in wanted[0]
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", fresh.of_the_day(PYTHONS, len(PYTHONS)))
 def test_a_worker_resolves(version: str, tmp_path: Path) -> None:
     found = resolve(version, "worker", tmp_path)
     assert {"kvforge", "torch", "transformers", "safetensors", "pyzmq"} <= set(found)
@@ -140,7 +142,7 @@ def test_a_worker_resolves(version: str, tmp_path: Path) -> None:
     _torch_is_pinned(found)
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", fresh.of_the_day(PYTHONS, len(PYTHONS)))
 def test_all_extras_resolve(version: str, tmp_path: Path) -> None:
     found = resolve(version, _makes("ALL_EXTRAS"), tmp_path)
     assert {"kvforge", "torch", "ray", "starlette", "pytest", "mypy", "openai"} <= set(found)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import amount
+from tests import amount, fresh
 from tests.amount import LEFT_OUT, examples
-from tests.fresh import DAY, SEEDS_A_DAY, headline, seeds_of
+from tests.fresh import DAY, SEEDS_A_DAY, headline, of_the_day, seeds_of
 from tests.tiers import EXCEPTIONS, FOLDERS, LONG, TIERS, tier_of
 
 REPOSITORY = Path(__file__).parents[1]
@@ -96,6 +96,36 @@ def test_a_day_has_its_own_seeds_and_can_be_repeated(monkeypatch: pytest.MonkeyP
     days = [seeds_of(day) for day in ("2026-02-28", "2026-03-01", "2026-03-02")]
     assert len(set().union(*days)) == 3 * SEEDS_A_DAY
     monkeypatch.setenv(DAY, "2026-03-01")
-    told = re.fullmatch(r"fresh seeds: (\d+) to (\d+) \(repeat with KVFORGE_DAY=(.+)\)", headline())
-    assert told is not None
-    assert (range(int(told[1]), int(told[2]) + 1), told[3]) == (days[1], "2026-03-01")
+    monkeypatch.setattr(fresh, "_all_tests", [True])
+    line = re.fullmatch(
+        r"fresh seeds: (\d+) to (\d+); the cases of this day \(repeat with KVFORGE_DAY=(.+)\)", headline()
+    )
+    assert line is not None
+    assert (range(int(line[1]), int(line[2]) + 1), line[3]) == (days[1], "2026-03-01")
+
+
+@pytest.mark.parametrize("days", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [0, 1, 6, 19])
+def test_a_rotation_takes_each_case_once(count: int, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "_all_tests", [True])
+    found: list[int] = []
+    for day in range(days):
+        monkeypatch.setenv(DAY, f"2026-03-{day + 1:02}")
+        cases = of_the_day(range(count), days)
+        assert cases == of_the_day(range(count), days) and count // days <= len(cases) <= -(-count // days)
+        found += cases
+    assert sorted(found) == [*range(count)]
+
+
+@pytest.mark.parametrize(
+    ("files", "keyword", "rotates"),
+    [([], "", True), (["tests/test_tiers.py"], "", False), ([], "tiers", False)],
+)
+def test_chosen_tests_have_all_cases(
+    files: list[str], keyword: str, rotates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh, "_all_tests", [not rotates])
+    monkeypatch.setenv(DAY, "2026-03-01")
+    config: Any = SimpleNamespace(getoption={"file_or_dir": files, "keyword": keyword}.__getitem__)
+    fresh.choose_day(config)
+    assert len(of_the_day(range(10), 5)) == (2 if rotates else 10)

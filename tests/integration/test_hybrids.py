@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from kvforge import SamplingParams
+from tests import fresh
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
@@ -26,19 +27,22 @@ def test_states_through_hits_forks_rewinds_preemption_and_deaths(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "pages", "ranks"),
-    [
-        ("falcon_h1", 2, 1),
-        ("falcon_mamba", 18, 1),
-        ("granite", 4, 1),
-        ("jamba", 2, 1),
-        ("kimi_linear", 18, 1),
-        ("kimi_linear", 9, 2),
-        ("mamba", 18, 1),
-        ("mamba2", 20, 1),
-        ("minimax", 3, 1),
-        ("qwen3_next", 2, 2),
-        ("recurrent_gemma", 2, 1),
-    ],
+    fresh.of_the_day(
+        [
+            ("falcon_h1", 2, 1),
+            ("falcon_mamba", 18, 1),
+            ("granite", 4, 1),
+            ("jamba", 2, 1),
+            ("kimi_linear", 18, 1),
+            ("kimi_linear", 9, 2),
+            ("mamba", 18, 1),
+            ("mamba2", 20, 1),
+            ("minimax", 3, 1),
+            ("qwen3_next", 2, 2),
+            ("recurrent_gemma", 2, 1),
+        ],
+        3,
+    ),
 )
 def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_path: Path) -> None:
     _check(name, pages, tmp_path, ranks)

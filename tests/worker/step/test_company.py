@@ -15,6 +15,7 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from tests import fresh
 from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.step.company import FIELDS, Alone, Company, Request, compare, draw, wide_model
 
@@ -149,7 +150,7 @@ def test_company_changes_no_bit_of_other_families(
     assert company.evictions and company.hits and company.deaths, company.summary()
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
+@pytest.mark.parametrize("name", fresh.of_the_day(DESCRIBED, 3))
 def test_company_changes_no_bit_of_any_described_family(tmp_path: Path, name: str) -> None:
     model_type, fields = DESCRIBED[name]
     save(tmp_path / "model", model_type, fields | {"max_position_embeddings": 1024}, torch.bfloat16)
