@@ -76,7 +76,7 @@ def recorded(target: Target) -> Iterator[list[Specialisation]]:
     Yields:
         The list that receives the compilations for `target`.
     """
-    made: dict[Hashable, Specialisation] = {}
+    made: set[Hashable] = set()
     listed: list[Specialisation] = []
     wanted = gpu_target(target)
     backend = _backend(wanted)
@@ -87,11 +87,13 @@ def recorded(target: Target) -> Iterator[list[Specialisation]]:
             kernel = _compiled(kernel)
         options["debug"], options["instrumentation_mode"] = False, ""
         bound, found, rest = _binder(kernel, wanted)(*arguments, **options)
-        key = kernel.fn, str(found), str(options)
-        if key not in made:
+        key = wanted, kernel.fn, str(found), str(options)
+        if key not in _specialisations:
             parsed, types, constants, attributes = kernel._pack_args(backend, options, bound, found, rest)
-            made[key] = Specialisation(kernel, types, attributes, constants, dict(parsed.__dict__))
-            listed.append(made[key])
+            _specialisations[key] = Specialisation(kernel, types, attributes, constants, dict(parsed.__dict__))
+        if key not in made:
+            made.add(key)
+            listed.append(_specialisations[key])
 
     with patch.object(JITFunction, "run", run), patch.object(InterpretedFunction, "run", run):
         yield listed
@@ -103,6 +105,7 @@ def _backend(target: GPUTarget) -> Any:
 
 
 _functions: dict[Any, JITFunction[Any]] = {}
+_specialisations: dict[Hashable, Specialisation] = {}  # two thirds of the recorded launches repeat one
 _binders: dict[tuple[Any, GPUTarget], Callable[..., Any]] = {}
 
 
