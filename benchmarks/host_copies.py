@@ -11,6 +11,7 @@ Each way copies as many bytes between the GPU and the host, in both directions:
 - file: copies of 32 MiB, a registered file in memory, as the tier has it.
 - file, blocks: a copy for each block, in random order.
 - tier, in order: the tier's own copies, neighbouring blocks: one copy for each buffer of 16 MiB.
+- tier, runs: the same at the places that the coordinator gives in a file that was written ten times over.
 - tier: the same in random order, a copy for each block.
 - tier, 64 MiB: buffers of 64 MiB.
 """
@@ -34,7 +35,8 @@ from kvforge.worker.host_file import HostFile
 from kvforge.worker.step import host_transfers
 from kvforge.worker.step.host_transfers import HostTransfers
 
-from .host_tier import HEAD, HEADS, LAYERS, best, copies_of, host_folder, plain_rates
+from .host_runs import aged_places
+from .host_tier import HEAD, HEADS, LAYERS, best, copies_of, host_folder, plain_rates, rates_at
 from .report import report
 from .step_plan import BLOCK_SIZE
 
@@ -92,23 +94,17 @@ def pieces_of(size: int, each: int) -> list[slice]:
     return [slice(at, min(at + each, size)) for at in range(0, size, each)]
 
 
-def tier_rates(device: Device, geometry: KvGeometry, count: int, file: Path, ordered: bool, buffer: int = 0) -> Rates:
-    """Return the rates of the tier's own copies."""
+def tier_rates(
+    device: Device, geometry: KvGeometry, count: int, file: Path, places: list[int] | None, buffer: int = 0
+) -> Rates:
+    """Return the rates of the tier's own copies, at these places of a file of twice the blocks, or at random ones."""
     before = host_transfers.BUFFER_BYTES
     host_transfers.BUFFER_BYTES = buffer or before
     pool = KvPool(geometry, count, device)
-    host = HostTransfers(pool, HostFile(file, "benchmark", count, geometry.bytes_per_block))
+    host = HostTransfers(pool, HostFile(file, "benchmark", 2 * count, geometry.bytes_per_block))
     rng = np.random.default_rng(0)
-    orders = [list(range(count)) if ordered else rng.permutation(count).tolist() for _ in range(2)]
-    copies = copies_of(*orders)
-
-    def load() -> None:
-        loaded = host.load(copies)
-        device.synchronize()
-        assert not loaded.settle().size, "blocks were not found"
-
-    ways: dict[str, Callable[[], object]] = {"to host": lambda: host.save(copies).settle(), "from host": load}
-    rates = {way: count * geometry.bytes_per_block / best(run) / 1e9 for way, run in ways.items()}
+    copies = copies_of(rng.permutation(count).tolist(), places or rng.permutation(2 * count)[:count].tolist())
+    rates = rates_at(device, host, copies, count * geometry.bytes_per_block)
     host.close()
     pool.close()
     host_transfers.BUFFER_BYTES = before
@@ -123,7 +119,7 @@ def measure(device: Device, geometry: KvGeometry, size: int) -> dict[str, Rates]
     found = {"pinned": plain_rates(device, size)}
     found["huge"] = anonymous(device, size, each, getattr(mmap, "MADV_HUGEPAGE", None))
     found["small"] = anonymous(device, size, each, getattr(mmap, "MADV_NOHUGEPAGE", None))
-    with host_folder(2 * size) as folder:
+    with host_folder(3 * size) as folder:
         path = Path(folder) / "file"
         file = HostFile(path, "benchmark", count, each)
         blocks = np.random.default_rng(0).permutation(count)
@@ -135,9 +131,10 @@ def measure(device: Device, geometry: KvGeometry, size: int) -> dict[str, Rates]
             )
             del octets
         file.close()
-        found["tier, in order"] = tier_rates(device, geometry, count, path, True)
-        found["tier"] = tier_rates(device, geometry, count, path, False)
-        found["tier, 64 MiB"] = tier_rates(device, geometry, count, path, False, LARGE_BUFFER)
+        found["tier, in order"] = tier_rates(device, geometry, count, path, list(range(count)))
+        found["tier, runs"] = tier_rates(device, geometry, count, path, aged_places(count))
+        found["tier"] = tier_rates(device, geometry, count, path, None)
+        found["tier, 64 MiB"] = tier_rates(device, geometry, count, path, None, LARGE_BUFFER)
     return found
 
 

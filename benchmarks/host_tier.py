@@ -5,9 +5,9 @@
 
 Dummy weights of Llama-3.1-8B. Parts, each for every dtype of K and V:
 
-- copies: all blocks of `--megabytes` to the host file and back, at places in random order, beside a plain copy of as
-  many bytes between the device and page-locked memory. "share" divides the rates. The time of ours ends with the tags,
-  or with the checksums compared.
+- copies: all blocks of `--megabytes` to the host file and back, at the places that the coordinator gives in a file that
+  was written ten times over ("runs"), and in random order, beside a plain copy of as many bytes between the device and
+  page-locked memory. "share" divides the rates. The time of ours ends with the tags, or with the checksums compared.
 - steps: decodes of 64 rows, two steps in flight, which copy none, 4 or 32 blocks to the host and as many from it. Ways
   alternate in turns of 50 steps. 64 rows that decode fill 4 blocks of 16 tokens a step.
 - first: time to the first token of a long prompt through coordinator and client, computed and found in the tier. The
@@ -47,6 +47,7 @@ from kvforge.worker.step.pending import PendingStep
 from kvforge.worker.step.runner import ModelRunner
 
 from .gpu_step import tiny_model
+from .host_runs import aged_places
 from .next_turn import READY_S, asked
 from .report import report
 from .step_plan import BLOCK_SIZE, Plan
@@ -116,24 +117,33 @@ def measure_copies(device: Device, geometry: KvGeometry, size: int) -> dict[str,
     count = max(2, size // geometry.bytes_per_block)
     size = count * geometry.bytes_per_block
     found: dict[str, Any] = {"bytes": size, "plain": plain_rates(device, size)}
-    with host_folder(size) as folder:
+    with host_folder(2 * size) as folder:
         pool = KvPool(geometry, count, device)
-        host = HostTransfers(pool, HostFile(Path(folder) / "file", "benchmark", count, geometry.bytes_per_block))
+        file = HostFile(Path(folder) / "file", "benchmark", 2 * count, geometry.bytes_per_block)
+        host = HostTransfers(pool, file)
         rng = np.random.default_rng(0)
-        copies = copies_of(rng.permutation(count).tolist(), rng.permutation(count).tolist())
-
-        def load() -> None:
-            loaded = host.load(copies)
-            device.synchronize()
-            assert not loaded.settle().size, "blocks were not found"
-
-        ways: dict[str, Callable[[], object]] = {"to host": lambda: host.save(copies).settle(), "from host": load}
-        found["ours"] = {way: size / best(run) / 1e9 for way, run in ways.items()}
+        sources = rng.permutation(count).tolist()
+        orders = {"runs": aged_places(count), "ours": rng.permutation(2 * count)[:count].tolist()}
+        for name, places in orders.items():
+            found[name] = rates_at(device, host, copies_of(sources, places), size)
         found["refused"], found["folder"] = host.problem, str(Path(folder).parent)
         host.close()
         pool.close()
-    found["share"] = {way: rate / found["plain"][way] for way, rate in found["ours"].items()}
+    for name, share in (("runs", "share of runs"), ("ours", "share")):
+        found[share] = {way: rate / found["plain"][way] for way, rate in found[name].items()}
     return found
+
+
+def rates_at(device: Device, host: HostTransfers, copies: Any, size: int) -> dict[str, float]:
+    """Return GB/s of our copies of so many bytes, in both directions."""
+
+    def load() -> None:
+        loaded = host.load(copies)
+        device.synchronize()
+        assert not loaded.settle().size, "blocks were not found"
+
+    ways: dict[str, Callable[[], object]] = {"to host": lambda: host.save(copies).settle(), "from host": load}
+    return {way: size / best(run) / 1e9 for way, run in ways.items()}
 
 
 class Decodes:
@@ -316,15 +326,11 @@ def measure_throughput(options: argparse.Namespace, kv_dtype: str, each: int) ->
 
 def lines_of(kv_dtype: str, found: dict[str, Any]) -> Iterator[list[str]]:
     """Yield the lines of the table: dtype, figure, beside, ours, and their ratio."""
-    for way, share in found.get("copies", {}).get("share", {}).items():
-        copies = found["copies"]
-        yield [
-            kv_dtype,
-            f"copy {way}, GB/s",
-            f"{copies['plain'][way]:.1f}",
-            f"{copies['ours'][way]:.1f}",
-            f"{share:.3f}",
-        ]
+    copies = found.get("copies", {})
+    for key, name, places in (("share of runs", "runs", "runs"), ("share", "ours", "random places")):
+        for way, share in copies.get(key, {}).items():
+            plain, ours = copies["plain"][way], copies[name][way]
+            yield [kv_dtype, f"copy {way}, {places}, GB/s", f"{plain:.1f}", f"{ours:.1f}", f"{share:.3f}"]
     steps = found.get("steps", {})
     for copied in map(str, COPIED[1:] if steps else ()):
         for name in ("mean_ms", "p99_ms"):

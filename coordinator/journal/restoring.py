@@ -28,6 +28,7 @@ from ..core.cache.block_pool import BlockPool
 from ..core.cache.disk_copies import DiskCopies
 from ..core.cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..core.cache.host_copies import HostCopies
+from ..core.cache.host_free import FreeBlocks
 from ..core.cache.host_tier import HostTier
 from ..core.cache.host_writeback import HostWriteback
 from ..core.cache.prefix_cache import PrefixCache
@@ -303,15 +304,15 @@ class _Restoring:
         if saved.ranks is not None and disk.ranks is not None:
             self._fields.restore(disk.ranks, saved.ranks)
         disk.wanted.update(dict.fromkeys(saved.wanted))
-        self._fields.restore(disk.tier, saved.tier, "lru", "own", "stamp")
-        _restore_last_uses(disk.tier, saved.tier)
+        self._fields.restore(disk.tier, saved.tier, "_free", "lru", "own", "stamp")
+        _restore_books(disk.tier, saved.tier)
         disk.tier._by_value.update((node.value, node_id) for node_id, node in disk.tier.nodes.items())
         return disk
 
     def _host_tier(self, saved: c.SavedHostTier) -> HostTier:
         tier = self._machine.cache.host_tiers.new(saved.identity, saved.total)
-        self._fields.restore(tier, saved, "lru", "own", "stamp", "yields")
-        _restore_last_uses(tier, saved)
+        self._fields.restore(tier, saved, "_free", "lru", "own", "stamp", "yields")
+        _restore_books(tier, saved)
         if saved.yields is not None:
             self._fields.restore(tier.yields, saved.yields, "skipped", "skipped_of")
             tier.yields.skipped.update(zip(saved.yields.skipped, saved.yields.skipped_of, strict=True))
@@ -400,8 +401,13 @@ def _message(decoder: codec.Decoder, frames: list[bytes], cls: type[_Kind]) -> _
     return message
 
 
-def _restore_last_uses(tier: HostTier, saved: c.SavedHostTier | c.SavedDiskTier) -> None:
-    """Restore which entries of a tier no copy uses, and the order of their last use."""
+def _restore_books(tier: HostTier, saved: c.SavedHostTier | c.SavedDiskTier) -> None:
+    """Restore which blocks of a tier are free, which entries no copy uses, and the order of their last use.
+
+    Raises:
+        ValueError: A free block is named twice, or is none of the tier.
+    """
+    tier._free = FreeBlocks.of(saved._free, saved.total)
     for node_id in saved.lru:
         tier._lru.add(node_id, 0)
     for owner, (nodes, stamps) in saved.own.items():

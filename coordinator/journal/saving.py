@@ -131,7 +131,7 @@ class _Saving:
     def _host_tier(self, tier: HostTier) -> c.SavedHostTier:
         skipped = tier.yields.skipped
         yields = self._of(c.SavedHostYield, tier.yields, skipped=list(skipped), skipped_of=list(skipped.values()))
-        return self._of(c.SavedHostTier, tier, lru=[], yields=yields, **_last_uses(tier))
+        return self._of(c.SavedHostTier, tier, yields=yields, **_books(tier))
 
     def _host(self, group: Group) -> c.SavedHostCopies | None:
         host = group.host
@@ -148,7 +148,7 @@ class _Saving:
         )
 
     def _disk(self, disk: DiskCopies) -> c.SavedDiskCopies:
-        tier = self._of(c.SavedDiskTier, disk.tier, lru=[], **_last_uses(disk.tier))
+        tier = self._of(c.SavedDiskTier, disk.tier, **_books(disk.tier))
         ranks = self._of(c.SavedRankDisks, disk.ranks) if disk.ranks is not None else None
         return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted), ranks=ranks)
 
@@ -312,7 +312,7 @@ def _error(error: KvforgeError) -> d.SavedError:
     return d.SavedError(code=error.code, message=error.message, fields=error.fields)
 
 
-def _last_uses(tier: HostTier) -> dict[str, Any]:
-    """Return the entries of a tier that no copy uses, with the stamps of their last use."""
+def _books(tier: HostTier) -> dict[str, Any]:
+    """Return the free blocks of a tier, and the entries that no copy uses with the stamps of their last use."""
     own = {owner: (list(nodes), list(nodes.values())) for owner, nodes in tier._lru.by_owner.items()}
-    return {"own": own, "stamp": tier._lru.stamp}
+    return {"_free": list(tier._free), "lru": [], "own": own, "stamp": tier._lru.stamp}

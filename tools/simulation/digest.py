@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.host_free import FreeBlocks
 from tools.simulation.attributes import WATCHERS
 
 # Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
@@ -98,6 +99,8 @@ class _Serialised:
             self._items("[", value)
         elif isinstance(value, _SETS):
             self.words.append(f"s{sorted(value)!r}")
+        elif isinstance(value, FreeBlocks):  # all else follows from which blocks are free
+            self.words.append(f"f{[*value]!r}")
         else:
             self._object(value)
 

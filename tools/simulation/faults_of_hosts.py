@@ -238,7 +238,7 @@ def wiped_host_blocks_are_free_at_once() -> list[Patch]:
 
     def freed(self: HostTier, tag: int) -> int:
         found = wipe(self, tag)
-        self._free.extend(self.to_wipe)
+        self._free.update(self.to_wipe)
         self.to_wipe.clear()
         return found
 
@@ -249,8 +249,8 @@ def wiped_host_blocks_are_free_at_once() -> list[Patch]:
 def host_blocks_beyond_a_ceiling() -> list[Patch]:
     """A tenant takes any free block of a host file, whatever its quota is."""
 
-    def any_free(self: HostTier, owner: int) -> bool:
-        return bool(self._free)
+    def any_free(self: HostTier, owner: int, given: int) -> bool:
+        return len(self._free) > given
 
     return [(HostTier, "_may_take_free", any_free)]
 

@@ -17,6 +17,7 @@ import numpy as np
 from kvforge.protocol.messages import DiskStats
 
 from .hashing import BlockHasher, Hashes
+from .host_free import FreeBlocks
 from .host_node import NO_HOST_BLOCK
 from .host_parts import part_number, part_value
 from .host_tier import HostTier
@@ -39,7 +40,7 @@ class DiskTier(HostTier):
 
     def __init__(self, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None) -> None:
         super().__init__("", total, nodes_max, shares, wipes)
-        self._free.clear()
+        self._free, self._spare = FreeBlocks(0), 0
         self.announced = False
         self.halves: set[int] = set()
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
@@ -121,7 +122,7 @@ class DiskTier(HostTier):
             dead = {block for block, tag in others if tag in self._wipes.dead} - taken
             self.to_wipe.extend(sorted(dead))
             taken |= dead
-        self._free = [block for block in range(self.total - 1, -1, -1) if block not in taken]
+        self._free = FreeBlocks(self.total, taken)
         self.stale = {block for block in self._free if block < usable}
 
     def _wipe_unused(self) -> None:
@@ -148,7 +149,7 @@ class DiskTier(HostTier):
         """Give up the free blocks from `usable` on, for which the disk has no space. Return how many they are."""
         lost = [block for block in self._free if block >= usable]
         self._quarantine.extend(lost)
-        self._free = [block for block in self._free if block < usable]
+        self._free = self._free.without(set(lost))
         self.stale.difference_update(lost)
         return len(lost)
 

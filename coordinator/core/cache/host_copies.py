@@ -175,35 +175,70 @@ class HostCopies:
             number: The number of the first.
         """
         tier = self.tier
+        sources, parts = list[int](), list[int]()
         for each, source in enumerate(ids, number):
             part = tier.add_part(node_id, each)
             if part is None:
                 tier.unsaved_total += 1
-                return
+                break
             if tier.nodes[part].block != NO_HOST_BLOCK:
                 tier.use(part)
                 continue
-            if len(self.writes) >= WRITES_MAX or not tier.give_block(part, owner=self.owner_of(source)):
-                tier.unsaved_total += 1
-                tier.prune(part)
-                return
-            self.writes[source] = part
+            sources.append(source)
+            parts.append(part)
+        self.write(sources, parts)
 
     def _save_chain(self, block: int, node_id: int) -> None:
         """Copy a block and those before it, up to one that is on the host."""
         tier, index = self.tier, self.index
+        nodes, alive = tier.nodes, index.alive
+        if nodes[node_id].block != NO_HOST_BLOCK:
+            tier.use(node_id)
+            return
         key = index.key(block)
-        while node_id > 0 and index.alive(key) and tier.nodes[node_id].entry == key:
-            if tier.nodes[node_id].block != NO_HOST_BLOCK:
-                tier.use(node_id)
-                return
+        sources, chain = list[int](), list[int]()
+        while node_id > 0 and alive(key) and nodes[node_id].entry == key and nodes[node_id].block == NO_HOST_BLOCK:
             at = key & 0xFFFFFFFF
-            if len(self.writes) >= WRITES_MAX or not tier.give_block(node_id, owner=self.owner_of(at)):
-                tier.unsaved_total += 1
-                tier.prune(node_id)
-                return
-            self.writes[at] = node_id
-            node_id, key = tier.nodes[node_id].parent, index.parent_of(at)
+            sources.append(at)
+            chain.append(node_id)
+            node_id, key = nodes[node_id].parent, index.parent_of(at)
+        before = nodes[node_id].block if node_id > 0 else NO_HOST_BLOCK
+        written = self.write(sources, chain, before, backwards=True)
+        if written == len(chain) and node_id > 0 and alive(key) and nodes[node_id].entry == key:
+            tier.use(node_id)
+
+    def write(
+        self,
+        sources: list[int],
+        node_ids: list[int],
+        behind: int = NO_HOST_BLOCK,
+        room: int = 0,
+        backwards: bool = False,
+    ) -> int:
+        """Add blocks to the copies of the next step, as far as there is room, and give them neighbours.
+
+        Args:
+            sources: Device blocks, [n].
+            node_ids: Their nodes, which have no blocks, [n]. Those that get none are pruned.
+            behind: As for `HostTier.give_blocks`.
+            room: Likewise.
+            backwards: Likewise.
+
+        Returns:
+            How many are copied, from the first.
+        """
+        tier, writes, most = self.tier, self.writes, WRITES_MAX - len(self.writes)
+        owners = [self._blocks.owner.item(source) for source in sources[:most]]
+        given = tier.give_blocks(node_ids[:most], owners, behind, room, backwards)
+        if given == len(node_ids):
+            writes.update(zip(sources, node_ids, strict=True))
+            return given
+        writes.update(zip(sources[:given], node_ids[:given], strict=True))
+        tier.unsaved_total += 1
+        for each in node_ids[given:]:
+            if each in tier.nodes:  # otherwise it went with one behind it
+                tier.prune(each)
+        return given
 
     def _skip(self, block: int, owner: int) -> None:
         """Make no copy of a block that is about to be evicted, and remember it."""
@@ -369,6 +404,7 @@ class HostCopies:
         return copies
 
     def _copies_of(self, pending: dict[int, int]) -> Int32Array:
+        """Return copies as a step carries them, by host blocks: the worker moves neighbours together."""
         nodes = self.tier.nodes
         copies = np.zeros((len(pending), COPY_NUMBERS), np.int32)
         copies[:, 0] = list(pending)
@@ -376,15 +412,15 @@ class HostCopies:
         copies[:, 2:] = (
             np.array([nodes[node_id].value for node_id in pending.values()], "<u8").view("<i4").reshape(-1, 2)
         )
-        return copies.reshape(-1)
+        return copies[copies[:, 1].argsort(kind="stable")].reshape(-1)
 
     def due(self, step: int) -> Int32Array | None:
         """Return the host blocks of a step's writes, reads and wipes: [n] int32; None for a step without any."""
         if not self.sent or self.sent[0].step != step:
             return None
         sent, nodes = self.sent[0], self.tier.nodes
-        copied = [nodes[node_id].block for node_id in (*sent.writes, *sent.reads)]
-        return np.array([*copied, *sent.wipes], np.int32)
+        writes, reads = (sorted(nodes[node_id].block for node_id in ids) for ids in (sent.writes, sent.reads))
+        return np.array([*writes, *reads, *sent.wipes], np.int32)
 
     def missed(self, step: int, missed: Int32Array) -> list[int]:
         """Record the entries that a step did not find on the host. Call it before `step_done`.

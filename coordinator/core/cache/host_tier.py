@@ -26,12 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import Hashes
+from .host_free import ALIGN, FreeBlocks
 from .host_lru import HostLru
 from .host_node import NO_HOST_BLOCK, HostNode, Tokens
 from .host_parts import part_tokens, part_value
 from .host_yield import HostYield
 from .tenants import Shares
 from .wipes import NO_TAG, Wipes
+
+SPARE_SHARE = 24  # 1 / SPARE_SHARE of the blocks may be free while entries are evicted for a longer run
+RUN_MAX = 32  # blocks of a run for which entries are evicted
 
 
 class HostTier:
@@ -75,7 +79,8 @@ class HostTier:
         self.nodes: dict[int, HostNode] = {}
         self._last_node = 0
         self._by_value: dict[int, int] = {}
-        self._free = list(range(total - 1, -1, -1))
+        self._free = FreeBlocks(total)
+        self._spare = total // SPARE_SHARE
         self._lru = HostLru()
         self._quarantine: list[int] = []
         self.to_wipe: list[int] = []
@@ -220,49 +225,98 @@ class HostTier:
             if node_id > 0:
                 self.remove_behind(node_id)
 
-    def give_block(self, node_id: int, owner: int = 0) -> bool:
-        """Give a node without a block one to write: a free one, or that of the least recently used leaf.
+    def give_block(self, node_id: int, owner: int = 0, behind: int = NO_HOST_BLOCK, room: int = 0) -> bool:
+        """Give one node a block; see `give_blocks`. Return False if no block may be taken."""
+        return self.give_blocks([node_id], [owner], behind, room) == 1
 
-        A tenant at its ceiling takes the block of an entry of its own. Entries of others stay within their floors. The
-        entries before the node are no leaves, so that none of them is taken.
+    def give_blocks(
+        self,
+        node_ids: list[int],
+        owners: list[int],
+        behind: int = NO_HOST_BLOCK,
+        room: int = 0,
+        backwards: bool = False,
+    ) -> int:
+        """Give nodes without blocks one each to write: free ones, or those of the least recently used leaves.
+
+        A tenant at its ceiling takes the blocks of entries of its own. Entries of others stay within their floors. The
+        entries before a node are no leaves, so that none of them is taken.
 
         Args:
-            node_id: The node.
-            owner: The tenant that is charged for the block; 0 for none.
+            node_ids: The nodes, [n], which get neighbours as far as there are any.
+            owners: The tenants that are charged for their blocks, [n]; 0 for none.
+            behind: The block of the entry before them: the next ones are best.
+            room: Neighbours that are wanted in another place, if they are more.
+            backwards: The last node is the first of its chain.
 
         Returns:
-            False if no block may be taken: all are in use by copies, needed by others, or of tenants within their
-            quotas.
+            How many of the nodes, from the first, have a block now. For the others no block may be taken: all are in
+            use by copies, needed by others, or of tenants within their quotas.
         """
-        node = self.nodes[node_id]
-        assert node.block == NO_HOST_BLOCK
-        if not self._may_take_free(owner):
-            oldest = self._lru.oldest(self._givers(owner))
-            if oldest is None:
-                return False
-            self.evicted_total += 1
-            node.children += 1  # the oldest may be its only child, and must not take it along
-            self.drop(oldest)
+        nodes = [self.nodes[node_id] for node_id in node_ids]
+        if not nodes:
+            return 0
+        ends = nodes[0], nodes[-1]
+        for node in ends:
+            node.children += 1  # an entry that gives its block may be its only child, and must not take it along
+        if self._spare and not self._free.has_behind(behind, len(nodes)):
+            self._make_run(owners[0], len(nodes), room)
+        given = self._charge_each(owners)
+        for node in ends:
             node.children -= 1
-        node.block, node.written = self._free.pop(), False
-        self.yields.skipped.pop(node.value, None)
-        self.stale.discard(node.block)
-        self._charge(node, owner)
-        node.tag = self._wipes.tag_of(owner) if self._wipes is not None else NO_TAG
+        skipped, stale, wipes = self.yields.skipped, self.stale, self._wipes
+        blocks = self._free.take(given, behind, room)
+        for node, owner, block in zip(nodes, owners, reversed(blocks) if backwards else blocks, strict=False):
+            assert node.block == NO_HOST_BLOCK
+            node.block, node.owner, node.written = block, owner, False
+            skipped.pop(node.value, None)
+            stale.discard(block)
+            node.tag = NO_TAG if wipes is None else wipes.tag_of(owner)
+        return given
+
+    def _charge_each(self, owners: list[int]) -> int:
+        """Charge tenants for a block each, and evict entries for them. Return for how many of them, from the first."""
+        given, usage = 0, self.usage
+        for owner in owners:
+            if not self._may_take_free(owner, given) and not self._evict_one(owner):
+                break
+            if owner:
+                usage[owner] = usage.get(owner, 0) + 1
+            given += 1
+        return given
+
+    def _make_run(self, owner: int, count: int, room: int) -> None:
+        """Evict entries until `count` neighbours are free, or a chain that grows has place, within the spare blocks."""
+        free, longest = self._free, min(max(count, min(room, ALIGN)), RUN_MAX)
+        most = self._spare + count
+        while len(free) < most and free.longest < longest:
+            for _ in range(max(ALIGN, count - len(free))):
+                if self._is_full(owner) or not self._evict_one(owner):
+                    return
+
+    def _evict_one(self, owner: int) -> bool:
+        """Evict the least recently used leaf that a tenant may take. Return False if there is none."""
+        oldest = self._lru.oldest(self._givers(owner))
+        if oldest is None:
+            return False
+        self.evicted_total += 1
+        self.drop(oldest)
         return True
 
     def cached_nodes(self) -> list[int]:
         """Return the entries that no copy uses, least recently used first."""
         return list(self._lru)
 
-    def _may_take_free(self, owner: int) -> bool:
-        """Return whether a free block may become the tenant's."""
-        if not self._free or self._shares is None:
-            return bool(self._free)
-        floors, ceilings = self._shares
-        if self.usage.get(owner, 0) >= ceilings[owner]:
-            return False
-        return len(self._free) > self._reserved(owner, floors)
+    def _is_full(self, owner: int) -> bool:
+        """Return whether a tenant is at its ceiling."""
+        return self._shares is not None and self.usage.get(owner, 0) >= self._shares[1][owner]
+
+    def _may_take_free(self, owner: int, given: int) -> bool:
+        """Return whether a free block may become the tenant's, beside so many that are given already."""
+        free = len(self._free) - given
+        if free <= 0 or self._shares is None:
+            return free > 0
+        return not self._is_full(owner) and free > self._reserved(owner, self._shares[0])
 
     def _reserved(self, owner: int, floors: npt.NDArray[np.int64]) -> int:
         """Return how many blocks are reserved for the unused floors of other tenants."""
@@ -273,9 +327,9 @@ class HostTier:
         """Return the tenants of which an entry may give its block to the tenant; None: all."""
         if self._shares is None:
             return None
-        floors, ceilings = self._shares
-        if self.usage.get(owner, 0) >= ceilings[owner]:
+        if self._is_full(owner):
             return {owner}
+        floors = self._shares[0]
         return {each for each in self._lru.by_owner if each in (0, owner) or self.usage[each] > floors[each]}
 
     def _charge(self, node: HostNode, owner: int) -> None:
@@ -367,7 +421,7 @@ class HostTier:
         elif quarantine:
             self._quarantine.append(node.block)
         else:
-            self._free.append(node.block)
+            self._free.add(node.block)
             self.stale.add(node.block)
         node.block, node.written, node.readers, node.damaged = NO_HOST_BLOCK, False, 0, False
         node.tag, node.wiped, node.once = NO_TAG, False, False
@@ -377,7 +431,7 @@ class HostTier:
         """A worker has locked and mapped the file, so no earlier one can write it any more."""
         assert not self.epoch, "two workers have the same file"
         self.epoch = epoch
-        self._free.extend(self._quarantine)
+        self._free.update(self._quarantine)
         self.stale.update(self._quarantine)
         self._quarantine.clear()
 
@@ -408,7 +462,7 @@ class HostTier:
 
     def _wipe_unused(self) -> None:
         """Overwrite free and quarantined blocks that may have bytes of any tenant."""
-        self._free = [block for block in self._free if block not in self.stale]
+        self._free = self._free.without(self.stale)
         self.to_wipe.extend(sorted(self.stale))
         self.stale.clear()
         self.to_wipe.extend(self._quarantine)
@@ -423,7 +477,7 @@ class HostTier:
     def wiped(self, block: int) -> None:
         """Record that a block has been overwritten: it is free."""
         self.wiping.remove(block)
-        self._free.append(block)
+        self._free.add(block)
 
     def wipes_lost(self) -> None:
         """The worker was lost: order what it has not acknowledged from the next one."""
@@ -467,6 +521,7 @@ class HostTier:
         cached = [node_id for node_id, node in self.nodes.items() if node.written and not node.readers]
         assert self._lru.leaves == {node_id for node_id in cached if not self.nodes[node_id].children}, "leaves"
         assert self.stale.issubset(self._free), "a stale block is in use"
+        self._free.check_invariants()
         assert len(self._by_value) == len(self.nodes) <= self._nodes_max, "hashes of nodes"
         parents = [node.parent for node in self.nodes.values() if node.parent > 0]
         assert len(parents) == sum(node.children for node in self.nodes.values()), "children of nodes"

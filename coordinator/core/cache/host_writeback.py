@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .host_copies import HostCopies
+from .host_free import ALIGN
 from .host_node import NO_HOST_BLOCK, HostNode
 from .host_parts import CHECKPOINT
 
 BACKLOG_MAX = 1 << 16  # a block beyond is copied with one behind it, or when it is evicted
 NO_KEY = -1
+ROOM_MAX = 64  # neighbours for a prompt that is copied in several steps
 
 
 class Parts(Protocol):
@@ -82,14 +84,17 @@ class HostWriteback:
         node_id = copies.node_of(key & 0xFFFFFFFF) if copies.index.alive(key) else None
         if node_id is None:
             return True
-        tier.put_behind(node_id)  # an entry behind it that gives its block must not take it along
-        fits = True
-        for source, each in reversed(self._missing(node_id, key)):
-            fits = len(copies.writes) < self._blocks_max
-            if not fits or not tier.give_block(each, copies.owner_of(source)):
-                break
-            copies.writes[source] = each
-        tier.remove_behind(node_id)
+        missing = self._missing(node_id, key)[::-1]
+        room = self._blocks_max - len(copies.writes)
+        fits = len(missing) <= room
+        sources, chain = [source for source, _ in missing[:room]], [each for _, each in missing[:room]]
+        if chain:
+            tier.put_behind(node_id)  # an entry behind it that gives its block must not take it along
+            parent = tier.nodes[chain[0]].parent
+            before = tier.nodes[parent].block if parent > 0 else NO_HOST_BLOCK
+            wanted = max(ALIGN, min(ROOM_MAX, len(self.backlog)))
+            fits |= copies.write(sources, chain, before, wanted) < len(chain)  # then the file has no room
+            tier.remove_behind(node_id)
         if fits and tier.nodes[node_id].block != NO_HOST_BLOCK:
             self._copy_parts(node_id, key, parts)
         tier.prune(node_id)
