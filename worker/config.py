@@ -52,6 +52,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_dtype: Dtype of the KV cache: auto (same as `dtype`), int8 or fp8.
         state_dtype: Dtype in which recurrent states that layers compute in float32 are kept: float32, bfloat16 or
             float16. 16 bits take half of the memory, and round each token's state.
+        draft_states: Most drafted tokens of a step for a model with recurrent states, which keeps a state for each of
+            them (see docs/drafts.md). 0: as many as an eighth of the KV pool's memory holds, at most 32.
         kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
             unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.
         blocks: Size of the KV pool in blocks.
@@ -109,6 +111,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_dtype: str = "dtype"
     kv_dtype: str = "auto"
     state_dtype: str = "float32"
+    draft_states: int = 0
     kv_bytes: int = 0
     blocks: int = 0
     host_bytes: int = 0
@@ -156,7 +159,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("attention", "kernels = 'reference' disables Triton; use attention = 'auto'")
         if self.graph_rows_max < 1:
             raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
-        sizes = ("kv_bytes", "blocks", "host_bytes", "disk_bytes", "context_tokens_max")
+        sizes = ("kv_bytes", "blocks", "host_bytes", "disk_bytes", "context_tokens_max", "draft_states")
         for field in (*sizes, "threads", "device_index", "seed"):
             if getattr(self, field) < 0:
                 raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")

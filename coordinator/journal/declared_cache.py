@@ -412,6 +412,7 @@ class SavedGroup(Saved):
     interactive_us: int = -1
     batch_step: int = 0
     drafts: int = 0
+    draft_states: int = 0
     proposals: dict[int, tuple[int, ...]] = msgspec.field(default_factory=dict)
     expected: dict[int, tuple[int, int, tuple[int, ...]]] = msgspec.field(default_factory=dict)
     draft_chance: int = 512

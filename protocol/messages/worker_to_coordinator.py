@@ -60,16 +60,16 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     Attributes:
         watches: The worker polls shared memory for its steps too (`protocol.handover`).
         zeroes: The worker supports `Step.zeros`.
-        device_bytes: The worker's device memory in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with the
-            sampler's state) and `other` (workspace of steps, compiled kernels, the driver). Absent if zero or not
-            counted: on a CPU only weights and pool are counted. The values are of the time of sending; only `other` may
-            grow until the worker registers again.
+        device_bytes: The worker's device memory in bytes by purpose: `weights`, `pool` (K and V), `draft_states`
+            (recurrent states behind drafted tokens), `graphs` (with the sampler's state) and `other` (workspace of
+            steps, compiled kernels, the driver). Absent if zero or not counted: on a CPU only the first three are
+            counted. The values are of the time of sending; only `other` may grow until the worker registers again.
         kernels: The kernels in use by purpose (decode, prefill, layers, sampling), and why others are not; for people.
         wants_kinds: The worker computes generated tokens in another way than prompt tokens. Steps then mark generated
             tokens, and the prefix cache keeps both kinds apart.
         state_blocks: Blocks that hold the recurrent state of one sequence, from the same pool; 0: the model has none.
             `wants_kinds` is then set, and all tokens of a row in one step are of one kind: a chunk of a prompt, or one
-            generated token.
+            generated token and drafts behind it.
         prompt_chunk: Tokens of the chunks in which the model computes the state of a prompt. Steps cut prompts only at
             absolute multiples of it, so that rounding does not depend on the cuts. 1: cuts anywhere give equal bits.
         window: Layers with a sliding window see this many tokens, the current one included, and keep their KV in pages
@@ -79,6 +79,8 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
             least ceil((window + window_ahead) / block_size) + 2, or blocks_per_sequence_max if that is fewer.
         drafts: The most tokens that the worker drafts for one row and verifies in one step (`Step.drafts`), at most
             `WorkerWelcome.drafts_max`. 0: it drafts none, and takes no step with drafts. `wants_kinds` may be unset.
+        draft_states: If the model has a recurrent state, the most drafts of a step in all rows: the worker keeps the
+            state behind each until it knows which are accepted. 0: it takes no step with drafts then.
         host_blocks: Blocks of the host file that the worker has mapped and locked; 0: it has none.
         host_identity: Identifies the file and all that its content depends on apart from tokens and salt. A worker that
             announces the identity of an earlier one finds that worker's content.
@@ -103,6 +105,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     window_pages: int = 0
     window_blocks: int = 0
     drafts: int = 0
+    draft_states: int = 0
     host_blocks: int = 0
     host_identity: str = ""
     host_new: bool = False

@@ -307,11 +307,12 @@ class Driver:
         wants_kinds: whether workers that register from now on want token kinds.
         state_blocks: blocks of a sequence's recurrent state in such workers.
         prompt_chunk: the tokens of their prompt chunks.
+        draft_states: the most drafts of a step of such workers.
         window: window, window_pages and window_blocks of such workers.
     """
 
     wants_kinds = False
-    state_blocks, prompt_chunk = 0, 1
+    state_blocks, prompt_chunk, draft_states = 0, 1, 0
     window = (0, 0, 0)
 
     worker_type: type[FakeWorker] = FakeWorker
@@ -455,6 +456,7 @@ class Driver:
             window_pages=self.window[1],
             window_blocks=self.window[2],
             drafts=self.machine.limits.schedule.drafts_max,
+            draft_states=self.draft_states,
         )
 
     def lose(self, worker: FakeWorker) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvforge import Client, Request, SamplingParams
 from kvforge.client.results import Finished
+from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
 from .drafting_cluster import DraftingCluster
@@ -110,11 +112,34 @@ def test_a_worker_killed_among_drafts_changes_no_bit(want: list[Finished]) -> No
         assert wait_empty(kv).requests.recomputed_tokens_total > 0
 
 
-def test_a_model_with_recurrent_states_is_served_without_drafts() -> None:
-    with Cluster(coordinator=DRAFTS, family="lfm2") as cluster:
+@NEEDS_CACHE
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_model_with_recurrent_states_gives_the_bits_without_drafts(name: str, tmp_path: Path) -> None:
+    model_type, fields = HYBRIDS[name]
+    model = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
+    with Cluster(model=model) as cluster:
+        kv = cluster.start("w0")
+        want = [submitted(kv, number) for number in NUMBERS]
+    with DraftingCluster(coordinator=DRAFTS, model=model, worker="draft_states = 12\n") as cluster:
         kv = cluster.start("w0")
         before = steps(kv)
-        found = submitted(kv, 0)
-        assert len(found.tokens) == TOKENS
-        assert steps(kv) - before >= TOKENS
-        assert (kv.health().workers[0].drafts, kv.health().workers[0].drafted_total) == (0, 0)
+        assert bits(submitted(kv, 0)) == bits(want[0])
+        taken = steps(kv) - before
+        assert taken <= 0.8 * TOKENS
+        (worker,) = kv.health().workers
+        assert worker.drafts == 4 and worker.accepted_total >= TOKENS - taken
+        assert worker.device_bytes["draft_states"] > 0
+        for mine, other in zip(together(kv, NUMBERS), want, strict=True):
+            assert bits(mine) == bits(other)
+        # Forks, and a turn behind an answer, begin with the state behind its last token.
+        sequence = kv.create_sequence([20, *DOCUMENT])
+        first = kv.submit(sequence=sequence, max_tokens=40, sampling=SAMPLINGS[0]).result(WAIT_S)
+        assert first.tokens == want[0].tokens[:40]
+        (fork,) = kv.fork(sequence)
+        for one in (sequence, fork):
+            rest = kv.submit(sequence=one, max_tokens=TOKENS - 40, sampling=SAMPLINGS[0]).result(WAIT_S)
+            assert (rest.tokens, rest.logprobs) == (want[0].tokens[40:], want[0].logprobs[40:])
+        kv.remove([sequence, fork])
+        assert kv.health().workers[0].drafted_total > worker.drafted_total
+        assert wait_empty(kv).requests.failed_total == 0

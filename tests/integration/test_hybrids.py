@@ -12,6 +12,7 @@ from tests import fresh
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
+from .drafting_cluster import DraftingCluster
 from .shared import wait_empty
 from .undisturbed import say, tokens_of
 
@@ -48,7 +49,13 @@ def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_pat
     _check(name, pages, tmp_path, ranks)
 
 
-def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = "auto") -> None:
+@pytest.mark.parametrize(("name", "pages", "ranks"), [("granite", 4, 1), ("qwen3_next", 2, 1), ("qwen3_next", 2, 2)])
+def test_the_same_with_drafts(name: str, pages: int, ranks: int, tmp_path: Path) -> None:
+    """Deaths, preemptions and rewinds find the states behind accepted drafts alone."""
+    _check(name, pages, tmp_path, ranks, drafts=True)
+
+
+def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = "auto", drafts: bool = False) -> None:
     names = [f"w{rank}" for rank in range(ranks)]
     model_type, fields = HYBRIDS[name]
     folder = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
@@ -56,7 +63,9 @@ def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = 
     prompts = [[*PREFIX, 30 + number, 31] for number in range(REQUESTS)]
     want = tokens_of(say(model, prompts, TOKENS))
     at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
-    with Cluster(model=folder, blocks=at_begin + 2, ranks=ranks, worker=f'graphs = "{graphs}"\n') as cluster:
+    worker, kind = f'graphs = "{graphs}"\ndraft_states = 16\n', DraftingCluster if drafts else Cluster
+    schedule = "[schedule]\ndrafts_max = 4\n" if drafts else ""
+    with kind(model=folder, blocks=at_begin + 2, ranks=ranks, worker=worker, coordinator=schedule) as cluster:
         kv = cluster.start(*names)
         cached, bits = [], []
         for number in (0, 0, 1, 2):
@@ -66,6 +75,7 @@ def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = 
             bits.append(answer.logprobs)
         assert cached == [0, 64, 64, 64], "a hit ends at a checkpoint"
         assert bits[0] == bits[1]
+        assert (kv.health().workers[0].accepted_total > 0) == drafts
         source = kv.create_sequence(prompts[0])
         assert kv.submit(sequence=source, max_tokens=7, sampling=GREEDY).result(60).tokens == want[0][:7]
         (fork,) = kv.fork(source)

@@ -12,6 +12,7 @@ from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import FAULTS, plant
 from tools.simulation.faults_of_death import FAULTS_OF_DEATH
+from tools.simulation.faults_of_drafted_states import FAULTS_OF_DRAFTED_STATES
 from tools.simulation.faults_of_drafts import FAULTS_OF_DRAFTS
 from tools.simulation.faults_of_states import FAULTS_OF_STATES
 from tools.simulation.faults_of_windows import FAULTS_OF_WINDOWS
@@ -34,6 +35,7 @@ LIKELY = {
     "drafts_sent_as_prompt_tokens": 1,
     "proposals_not_restored": 56,
     "drafts_beyond_a_ceiling": 27,
+    "more_drafts_than_states": 7,
     "fork_behind_the_window": 1,
     "hit_without_windows": 1,
     "windows_not_copied": 5,
@@ -327,6 +329,30 @@ def test_the_simulator_finds_a_planted_fault_of_drafts(name: str) -> None:
 def test_worlds_with_drafts_without_faults_pass_the_same_seeds() -> None:
     for seed in sorted({*range(SEEDS_SOUND), *(LIKELY.get(name, 0) for name in FAULTS_OF_DRAFTS)}):
         outcome = run_with_drafts(seed)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
+def run_with_drafted_states(seed: int) -> Outcome:
+    """The world in which a planted fault of drafts over recurrent states is looked for."""
+    return run_seed(seed, EVENTS, check_every=4, states=1.0, windows=0.0, drafts=1.0)
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_DRAFTED_STATES)
+def test_the_simulator_finds_a_planted_fault_of_drafts_over_states(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    with plant(name, FAULTS_OF_DRAFTED_STATES):
+        for seed in (likely, *(seed for seed in range(DRAFTS_SEEDS_MAX) if seed != likely)):
+            if run_with_drafted_states(seed).error:
+                break
+        else:
+            pytest.fail(f"{name} was not found in {DRAFTS_SEEDS_MAX} seeds")
+    if seed != likely:
+        print(f'faster with LIKELY["{name}"] = {seed}')
+
+
+def test_worlds_with_drafts_over_states_without_faults_pass_the_same_seeds() -> None:
+    for seed in sorted({*range(SEEDS_SOUND), *(LIKELY.get(name, 0) for name in FAULTS_OF_DRAFTED_STATES)}):
+        outcome = run_with_drafted_states(seed)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 

@@ -19,7 +19,7 @@ def drafts_of(step: Step) -> list[int]:
     return drafts
 
 
-def check_drafts(step: Step, waiting: list[Step], drafts_max: int, rows_max: int) -> str:
+def check_drafts(step: Step, waiting: list[Step], drafts_max: int, rows_max: int, states_max: int) -> str:
     """Return what is wrong with the drafts of a step; "" for nothing.
 
     Args:
@@ -27,6 +27,7 @@ def check_drafts(step: Step, waiting: list[Step], drafts_max: int, rows_max: int
         waiting: Steps that were received before this one was executed.
         drafts_max: The most drafts of a row.
         rows_max: The most rows with drafts.
+        states_max: The most drafts of all rows for which there are recurrent states.
     """
     if not step.drafts.size:
         return ""
@@ -39,6 +40,8 @@ def check_drafts(step: Step, waiting: list[Step], drafts_max: int, rows_max: int
         return f"rows of {step.counts.tolist()} tokens with drafts {step.drafts.tolist()}"
     if step.slots.size + int(step.drafts.sum()) > rows_max:
         return f"{step.slots.size} rows and {step.drafts.sum()} drafts of at most {rows_max}"
+    if int(step.drafts.sum()) > states_max:
+        return f"{step.drafts.sum()} drafts with states for {states_max}"
     ahead = {slot for other in waiting for slot in other.slots.tolist()} & set(step.slots[drafted].tolist())
     return f"a step behind drafts of slots {sorted(ahead)} that were not verified" if ahead else ""
 
@@ -59,6 +62,17 @@ def accepted(text: list[int], end: int, seed: int, generated: int, vocabulary: i
             break
         tokens.append(choose(fingerprint_of(text[: place + 1]), seed, generated + len(tokens), vocabulary))
     return tokens
+
+
+def in_state(drafted: int, kept: int) -> int:
+    """Return behind how many tokens of a row with drafts its recurrent state is.
+
+    Args:
+        drafted: How many drafts the row has.
+        kept: How many tokens it gets: one, and one for each accepted draft.
+    """
+    assert 1 <= kept <= drafted + 1
+    return kept
 
 
 def proposed(oracle: Oracle, generated: int, most: int, vocabulary: int, random: Draws) -> list[int]:

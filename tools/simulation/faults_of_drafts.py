@@ -214,11 +214,11 @@ def drafts_beyond_max_tokens() -> list[Patch]:
     """Drafts may take a request beyond the tokens that it asked for."""
     real = Drafts._wanted
 
-    def wanted(self: Drafts, group: Group, slot: int) -> int:
+    def wanted(self: Drafts, group: Group, slot: int, proposal: Any) -> int:
         limit = self._rows.limit
         limit[slot] += 8
         try:
-            return real(self, group, slot)
+            return real(self, group, slot, proposal)
         finally:
             limit[slot] -= 8
 

@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint_tokens: distance of the checkpoints of such states.
         window: tokens that layers with a sliding window see; 0 for a model without such layers.
         drafts: the most drafts of a row; 0 for none.
+        draft_states: the most drafts of a step of a model with a recurrent state.
         batches: share of the requests that are of a batch.
         measures: workers report how long their steps took, so that few drafts may pay.
         window_pages: blocks with the KV of these layers for one block of tokens.
@@ -107,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 0
     window_pages: int = 0
     drafts: int = 0
+    draft_states: int = 0
     batches: float = 0.0
     measures: bool = True
     host_blocks: int = 0
@@ -319,11 +321,8 @@ def with_windows(settings: Settings, random: Random, share: float = WINDOWS_SHAR
 
 
 def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE) -> Settings:
-    """Return the settings; in a share of the worlds workers propose drafts, and steps and blocks have room for some.
-
-    Models with a recurrent state take none.
-    """
-    if random.random() >= share or settings.state_blocks:
+    """Return the settings; in a share of the worlds workers propose drafts, and steps and blocks have room for some."""
+    if random.random() >= share:
         return settings
     rows = settings.step_rows_max + random.choice((1, 3, 8))
     return msgspec.structs.replace(
@@ -334,6 +333,7 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
         sequences_max=settings.sequences_max + rows - settings.step_rows_max,
         step_rows_max=rows,
         step_tokens_max=max(settings.step_tokens_max, rows),
+        draft_states=random.choice((1, 2, 4, 8)) if settings.state_blocks else 0,
     )
 
 

@@ -49,7 +49,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesReader
 from tools.simulation.disk_tiers import SimulatedDisk, WrongOrder
-from tools.simulation.drafting import accepted, check_drafts, drafts_of, proposals, proposed
+from tools.simulation.drafting import accepted, check_drafts, drafts_of, in_state, proposals, proposed
 from tools.simulation.draws import Draws
 from tools.simulation.host_files import Cells, HostFile, copies_of
 from tools.simulation.model import CONTEXT_MAX, DEADLY, Oracle, Score, choose, fingerprint_of, poison, score_of, tops_of
@@ -530,7 +530,7 @@ class SimulatedWorker:
             "window_pages": settings.window_pages,
             "window_blocks": settings.ring_blocks,
         }
-        pool |= {"drafts": settings.drafts}
+        pool |= {"drafts": settings.drafts, "draft_states": settings.draft_states}
         if self._file is not None:
             pool |= {"host_blocks": self._file.blocks, "host_identity": self._file.identity}
             pool |= {"host_new": not self._file.filled()}
@@ -697,7 +697,8 @@ class SimulatedWorker:
         if not step.slots.size:
             return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
         settings = self._host.settings
-        if problem := check_drafts(step, list(self._steps), settings.drafts, settings.step_rows_max):
+        states_max = settings.draft_states if settings.state_blocks else settings.step_rows_max
+        if problem := check_drafts(step, list(self._steps), settings.drafts, settings.step_rows_max, states_max):
             raise Violation(f"{self.name} step {step.step_id}: {problem}")
         starts, counts = step.starts.tolist(), step.counts.tolist()
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -787,15 +788,19 @@ class SimulatedWorker:
         assert self._reader is not None
         settings, memory = self._host.settings, self._memory
         rows: list[list[int]] = self._reader.states(step.slots, settings.state_blocks).tolist()
-        contents, first = [], 0
+        contents, first, drafts = [], 0, drafts_of(step)
         for i, (start, count) in enumerate(zip(step.starts.tolist(), step.counts.tolist(), strict=True)):
             own, first = tokens[first : first + count], first + count
+            text = found[i]
+            if drafts[i]:
+                count = self._in_state(int(step.slots[i]), text, drafts[i])
+                own, text = own[:count], text[: start + count]
             pages = memory.states(rows[i]) if start else []
             before = pages[0].state if pages and pages[0] is not None else EMPTY
             after = advanced(before, own, start, settings.prompt_chunk)
             if counting[i]:
-                self._check_state(pages, found[i], start, settings.prompt_chunk)
-                self._check_row(own, found[i], after, settings.prompt_chunk)
+                self._check_state(pages, text, start, settings.prompt_chunk)
+                self._check_row(own, text, after, settings.prompt_chunk, drafts[i])
             contents.append((start + count, after))
         memory.write_states(rows, contents)
 
@@ -805,8 +810,18 @@ class SimulatedWorker:
         if pages != due:
             raise Violation(f"{self.name}: a row starts at {start} with a state of {pages}, not {due}")
 
-    def _check_row(self, own: list[int], text: list[int], after: int, chunk: int) -> None:
-        if len({token >= GENERATED for token in own}) > 1 or (own[0] >= GENERATED and len(own) > 1):
+    def _in_state(self, slot: int, text: list[int], drafted: int) -> int:
+        """Return behind how many tokens of a row with drafts its state is. text: what the row attends to."""
+        row = self._rows[slot]
+        if row.failed:
+            return 1
+        return in_state(
+            drafted,
+            len(accepted(text, len(text) - drafted, row.seed, row.generated, self._host.settings.vocabulary)),
+        )
+
+    def _check_row(self, own: list[int], text: list[int], after: int, chunk: int, drafted: int) -> None:
+        if len({token >= GENERATED for token in own}) > 1 or (own[0] >= GENERATED and len(own) > 1 + drafted):
             raise Violation(f"{self.name}: a row with tokens of both kinds, or with several generated ones: {own}")
         if after != state_of(tuple(text), chunk):
             raise Violation(f"{self.name}: a prompt was cut elsewhere than at multiples of {chunk}: up to {len(text)}")

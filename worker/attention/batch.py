@@ -45,7 +45,9 @@ class PagedBatch:
         generated: [rows] bool on the host, decodes: rows of one token that was generated, or counts as generated.
         states: [rows, state blocks] int32 on the host, pool-local ids of the pages of each row's recurrent state; None
             for models without one.
-        state_pages: The same on the device, for a static batch; no two of its rows have the same. None for others.
+        sources: [rows, state blocks] int32 on the host, the pages of the state that each row goes on with: those that
+            the drafted token before it writes, for a drafted one. None: each row's own.
+        state_pages: `states` on the device, for a static batch; no two of its rows have the same. None for others.
         windows: Batches of the same rows for the layers that keep a window, one for each page of a block, with lowered
             positions (see `windows`).
         is_window: Whether it is one of these.
@@ -68,6 +70,7 @@ class PagedBatch:
     device: Device
     generated: npt.NDArray[np.bool_]
     states: Int32Array | None = None
+    sources: Int32Array | None = None
     state_pages: torch.Tensor | None = None
     windows: tuple[PagedBatch, ...] = ()
     is_window: bool = False

@@ -90,6 +90,8 @@ class KvGeometry:
         states: The recurrent state of a sequence, for models that have one.
         beside: The layout of the draft model's K and V in the same blocks; None without a draft model. It is
             layer-major, and has the same block size.
+        draft_states: How many states of drafted tokens a step can write, in memory behind the pool's blocks (see
+            `states`). 0: steps have no drafts, or there are no states.
 
     With states or windows, all layers have the same shape, apart from their windows. With states they have memory of
     their own. All windows are equal, and at least one layer has none.
@@ -104,6 +106,7 @@ class KvGeometry:
     kv_dtype: str
     states: tuple[StateTensor, ...] = ()
     beside: KvGeometry | None = None
+    draft_states: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -195,8 +198,16 @@ class KvGeometry:
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks of memory that belong to no sequence: spare rows of captured graphs have their states there."""
-        return 1 if self.states else 0
+        """Blocks of memory that belong to no sequence, behind those of the pool.
+
+        Spare rows of captured graphs have their states in the first one, drafted tokens theirs in the others.
+        """
+        return 1 + self.draft_states * self.state_blocks if self.states else 0
+
+    @property
+    def draft_state_bytes(self) -> int:
+        """Bytes of the states behind drafted tokens."""
+        return self.draft_states * self.state_blocks * self.bytes_per_block
 
     @property
     def entries_per_block(self) -> int:
@@ -273,7 +284,7 @@ class KvGeometry:
         return 0 if self.beside is None else self.scratch_blocks * self.beside.bytes_per_block
 
     def bytes_for(self, blocks: int) -> int:
-        """Return the bytes of a pool of `blocks` blocks, of its spare one, and of a draft model's scratch blocks.
+        """Return the bytes of a pool of `blocks` blocks, of its spare ones, and of a draft model's scratch blocks.
 
         Raises:
             InvalidConfiguration: Names `blocks`.
@@ -294,7 +305,7 @@ class KvGeometry:
         left = min(memory_bytes, BYTES_MAX) - self._scratch_bytes
         blocks = left // self.bytes_per_block - self.spare_blocks
         if blocks < 1:
-            spare = " and a spare one" * self.spare_blocks
+            spare = f" beside {self.spare_blocks} spare ones" if self.spare_blocks else ""
             if self.beside is not None:
                 spare += f" beside {self._scratch_bytes} bytes of the draft model's scratch blocks"
             problem = f"{memory_bytes} bytes hold no block{spare}; one takes {self.bytes_per_block}"

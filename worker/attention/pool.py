@@ -64,9 +64,7 @@ class KvPool:
         self.states: StatePages | None = None
         self.beside: KvPool | None = None
         self._buffers: BlockBuffers | None = None  # made when blocks are zeroed
-        self._pages: tuple[
-            torch.Tensor, ...
-        ] = ()  # [blocks and a spare one, entries, block_size, ...]: numbers, scales
+        self._pages: tuple[torch.Tensor, ...] = ()  # [blocks and spare ones, entries, block_size, ...]: numbers, scales
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
             if geometry.is_paged:
                 self._allocate_pages()
@@ -121,6 +119,7 @@ class KvPool:
         generated: npt.NDArray[np.bool_] | None = None,
         states: npt.NDArray[np.int32] | None = None,
         windows: WindowTables | None = None,
+        sources: npt.NDArray[np.int32] | None = None,
     ) -> PagedBatch:
         """Build the batch of a step over this pool.
 
@@ -132,6 +131,7 @@ class KvPool:
             states: [rows, state blocks] int32, pool-local ids of the pages of each row's state; None for a model
                 without one.
             windows: The pages of the layers that keep a window; None for a model without such layers.
+            sources: [rows, state blocks] int32, the pages of the state that each row goes on with; None: its own.
 
         Returns:
             The batch.
@@ -141,7 +141,7 @@ class KvPool:
         """
         own = starts, counts, self.block_size, self.device, generated
         batch = PagedBatch.build(self._scaled(tables), *own)
-        batch.states = states
+        batch.states, batch.sources = states, sources
         if windows is not None:
             base, lowered = self._lowered(windows, batch.starts, batch.lengths)
             own = (batch.starts - base).astype(np.int32), *own[1:]

@@ -4,6 +4,9 @@ A layer with a recurrent state (a short convolution, a gated delta rule, Mamba) 
 each sequence, whatever its length. They are packed in order into `StateLayout.pages` pages, each the size of a block of
 the pool. The pages of a sequence are scattered over the pool and listed in order. A tensor consists of equal units (a
 head's matrix, a channel's tail of a convolution), and none crosses a page.
+
+A state cannot go back behind a drafted token. Each drafted token therefore writes its state into pages of its own
+behind those of the pool, and the state of the last accepted one is copied to the sequence's pages once it is known.
 """
 
 from __future__ import annotations
@@ -127,6 +130,21 @@ class StateLayout:
         return [each for each in zip(self.tensors, self.spans, strict=True) if each[0].layer == layer]
 
 
+def _parts_of(spans: list[Span]) -> list[tuple[slice, slice]]:
+    """Return pages that follow each other, with the bytes between the first and the last of these spans in each."""
+    held: dict[int, slice] = {}
+    for span in spans:
+        other = held.get(span.page, slice(span.offset, span.end))
+        held[span.page] = slice(min(other.start, span.offset), max(other.stop, span.end))
+    found: list[tuple[slice, slice]] = []
+    for page in sorted(held):
+        if found and found[-1] == (slice(found[-1][0].start, page), held[page]):
+            found[-1] = slice(found[-1][0].start, page + 1), held[page]
+        else:
+            found.append((slice(page, page + 1), held[page]))
+    return found
+
+
 def lines_of(tensor: StateTensor, spans: tuple[Span, ...]) -> torch.Tensor | None:
     """Return the page and the offset of each line of a tensor, [lines, 2] int32 on the host; None: pages cut lines."""
     size = tensor.shape[-1] * tensor.stored.itemsize
@@ -185,6 +203,7 @@ class StatePages:
         for tensor, spans in zip(layout.tensors, layout.spans, strict=True):
             self._layers.setdefault(tensor.layer, []).append((tensor, spans))
         self._lines: dict[tuple[int, str], torch.Tensor | None] = {}
+        self._parts: dict[int, list[tuple[slice, slice]]] = {}
 
     def rows(self, layer: int, name: str, pages: torch.Tensor) -> StateRows:
         """Return a tensor of a layer's state for several sequences, to be read and written in place.
@@ -199,6 +218,23 @@ class StatePages:
             found = lines_of(tensor, spans)
             self._lines[layer, name] = None if found is None else found.to(self._memory.device)
         return StateRows(self._memory, pages, tensor, spans, self._lines[layer, name])
+
+    def copy(self, layer: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy a layer's state of several sequences to other pages.
+
+        Args:
+            layer: Index among the layers with a state.
+            sources: [rows, pages of a state] int64 on the device: the pages to read.
+            targets: [rows, pages of a state] int64 on the device: the pages to write, none of which is read.
+        """
+        if layer not in self._parts:
+            self._parts[layer] = _parts_of([span for _, spans in self._layers[layer] for span in spans])
+        for pages, part in self._parts[layer]:
+            self._memory[targets[:, pages].reshape(-1), part] = self._memory[sources[:, pages].reshape(-1), part]
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole pages: [n] int64 on the device each, and no page is read that another copy writes."""
+        self._memory[targets] = self._memory[sources]
 
     def load(self, layer: int, pages: list[int]) -> dict[str, torch.Tensor]:
         """Read a layer's state of one sequence.

@@ -2,7 +2,8 @@
 
 A sequence that is computed again has several rows in one step: its prompt, and each generated token. Each goes
 on with the state that the one before it left. Rows are therefore cut into waves, with one row of each sequence at most.
-Almost every step is one wave.
+Almost every step is one wave. Drafted tokens are rows of their own too. Each begins with a copy of the state before it,
+in pages of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ class Wave:
         stepping: Indices of those that its step computes together: generated tokens behind a state. None: none.
         tokens: The indices of these rows' tokens, [rows] int64 on the device; None: they are all tokens of the batch.
         pages: [rows, pages of a state] int32 on the device, of these rows.
+        copied: Pages of states to copy before these rows run, from and to: [n, pages of a state] int64 on the device
+            each. None: each row goes on in its pages.
     """
 
     alone: list[int]
     stepping: list[int] | None
     tokens: torch.Tensor | None
     pages: torch.Tensor
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def pick(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the numbers of the stepping rows, of [tokens, n]."""
@@ -62,22 +66,33 @@ def _waves(batch: PagedBatch, steps: bool) -> list[Wave]:
     assert batch.states is not None, "a step without the pages of its rows' states"
     together = batch.generated & (batch.starts > 0) & steps
     upload, found = batch.device.upload, []
-    for rows in _one_of_each(batch.states[:, 0].tolist()):
+    sources = batch.states if batch.sources is None else batch.sources
+    for rows in _one_of_each(sources[:, 0].tolist(), batch.states[:, 0].tolist()):
         (stepping,) = np.nonzero(together[rows])
         indices = rows[stepping]
         is_whole = len(indices) == len(batch.counts)
         tokens = None if is_whole else upload(batch.query_starts[indices])
         pages = upload(batch.states[indices])
-        found.append(Wave(rows[~together[rows]].tolist(), indices.tolist() or None, tokens, pages))
+        copied = None
+        if batch.sources is not None:
+            others = rows[sources[rows, 0] != batch.states[rows, 0]]
+            if len(others):
+                copied = upload(sources[others].astype(np.int64)), upload(batch.states[others].astype(np.int64))
+        found.append(Wave(rows[~together[rows]].tolist(), indices.tolist() or None, tokens, pages, copied))
     return found
 
 
-def _one_of_each(sequences: list[int]) -> list[np.ndarray]:
-    """Cut the indices of rows so that each part has one row of a sequence at most, and a sequence's rows keep order."""
-    earlier: dict[int, int] = {}
+def _one_of_each(sources: list[int], states: list[int]) -> list[np.ndarray]:
+    """Cut the indices of rows so that each row is in a part behind that of the row whose state it goes on with.
+
+    Args:
+        sources: The first page of the state that each row goes on with.
+        states: The first page of the state that it leaves.
+    """
+    last: dict[int, int] = {}  # by the first page of a state: the part of the row that left it
     parts: list[list[int]] = []
-    for row, sequence in enumerate(sequences):
-        number = earlier[sequence] = earlier.get(sequence, -1) + 1
+    for row, (source, state) in enumerate(zip(sources, states, strict=True)):
+        number = last[state] = last.get(source, -1) + 1
         if number == len(parts):
             parts.append([])
         parts[number].append(row)

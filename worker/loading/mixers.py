@@ -338,6 +338,8 @@ def _mixed(
     parts: dict[int, list[torch.Tensor]] = {}
     with binding.projections.over(hidden) as tokens:
         for wave in waves(batch, step is not None):
+            if wave.copied is not None:
+                pool.states.copy(binding.index, *wave.copied)
             if step is not None and wave.stepping is not None:
                 projected = {name: wave.pick(each[0]) for name, each in tokens.projected.items()}
                 stepped = step(projected, partial(pool.states.rows, binding.index, pages=wave.pages))[None]

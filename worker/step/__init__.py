@@ -6,6 +6,7 @@ connection.py   the connection to the coordinator
 engine.py       objects made once: model, pool, runner; memory.py: the pool's size and the memory accounts
 checks.py, starts.py   validation of a whole step before it runs
 draft_checks.py validation of rows with drafts
+draft_states.py pages of the recurrent states behind drafted tokens
 runner.py       turns a step into tensors, a forward pass and sampled rows, queued on the device without waiting
 row_sampler.py  queues the sampling of rows; rows with drafts advance by the tokens that count
 shaping.py      rows under a grammar: their sampling waits for their token masks

@@ -39,6 +39,7 @@ class StepLimits:
     window: int = 0
     window_pages: int = 0
     drafts_max: int = 0
+    draft_states: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ class Rows:
             model without one.
         windows: The pages of layers that keep a window; None for a model without such layers.
         drafts: [rows] int32, how many of each row's last tokens are drafts; None for none.
+        draft_states: [sum(drafts), state blocks] int32, the pages that the states behind drafted tokens are written to;
+            None without drafts or states.
+        sources: [rows, state blocks] int32, the pages of the state that each row goes on with; None: its own.
     """
 
     slots: Int32Array
@@ -95,6 +99,8 @@ class Rows:
     states: Int32Array | None = None
     windows: WindowTables | None = None
     drafts: Int32Array | None = None
+    draft_states: Int32Array | None = None
+    sources: Int32Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -104,6 +110,9 @@ class Rows:
         if keep.all():
             return self
         inside = np.repeat(keep, self.counts)
+        pages = self.draft_states
+        if pages is not None and self.drafts is not None:
+            pages = pages[np.repeat(keep, self.drafts)]
         return Rows(
             self.slots[keep],
             self.starts[keep],
@@ -116,6 +125,8 @@ class Rows:
             None if self.states is None else self.states[keep],
             None if self.windows is None else self.windows.pick(keep),
             None if self.drafts is None else self.drafts[keep],
+            pages,
+            None if self.sources is None else self.sources[keep],
         )
 
 
@@ -146,7 +157,8 @@ def find_malformed(
     if len(step.tokens) > limits.step_tokens_max:
         problem = f"{len(step.tokens)} tokens are more than step_tokens_max = {limits.step_tokens_max}"
         return InvalidRequest("tokens", problem)
-    if (fault := malformed_drafts(step, min(limits.step_rows_max, limits.slots_max))) is not None:
+    states_max = limits.draft_states if limits.state_blocks else None
+    if (fault := malformed_drafts(step, min(limits.step_rows_max, limits.slots_max), states_max)) is not None:
         return fault
     if rows and (step.counts.min() < 1 or int(step.counts.sum(dtype=np.int64)) != len(step.tokens)):
         return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")

@@ -14,22 +14,24 @@ from kvforge.worker.sampling.sampler import NO_TOKEN
 def drafts_possible(model: LoadedModel, rows_max: int) -> int:
     """Return the most drafted tokens that a row of a model can have; 0 if its cache cannot take back a wrong draft.
 
-    A recurrent state has no earlier one to return to. Layers with a window have: the ring of a sequence has places for
-    all that steps in flight write, so that drafts write into none that an earlier block still needs.
+    A recurrent state has no earlier one to return to, so that each drafted token needs pages for a state of its own.
+    Layers with a window have places for all that steps in flight write in the ring of a sequence: drafts write into
+    none that an earlier block still needs.
 
     Args:
         model: The model.
         rows_max: The most rows that sample, those of drafts included.
     """
-    return 0 if model.geometry.state_blocks else max(0, rows_max - 1)
+    return 0 if model.geometry.states and not model.geometry.draft_states else max(0, rows_max - 1)
 
 
-def malformed_drafts(step: Step, rows_max: int) -> InvalidRequest | None:
+def malformed_drafts(step: Step, rows_max: int, states_max: int | None = None) -> InvalidRequest | None:
     """Return the fault of the drafts of a whole step, or None.
 
     Args:
         step: The step.
         rows_max: The most rows that sample, those of drafts included.
+        states_max: The most drafted tokens for which there are pages of states; None for a model without states.
     """
     drafts, rows = step.drafts, step.slots.size
     if not len(drafts):
@@ -42,6 +44,9 @@ def malformed_drafts(step: Step, rows_max: int) -> InvalidRequest | None:
     if drafts.any() and expanded > rows_max:
         problem = f"{rows} rows with {expanded - rows} drafted tokens are more than {rows_max} rows"
         return InvalidRequest("drafts", f"{problem}, the smaller of step_rows_max and slots_max")
+    if states_max is not None and expanded - rows > states_max:
+        problem = f"{expanded - rows} drafted tokens are more than the {states_max} with a recurrent state of their own"
+        return InvalidRequest("drafts", problem)
     return None
 
 

@@ -48,6 +48,7 @@ from .memory import (
     pool_blocks,
     ring_blocks,
     window_limits,
+    with_draft_states,
 )
 from .prompt_graphs import START_S
 from .runner import ModelRunner
@@ -127,6 +128,7 @@ class Engine:
         self.model: LoadedModel = self._load(welcome)
         check_states(self.model, welcome)
         self.device.release_cached()
+        self.model = with_draft_states(self.model, config, welcome)
         self._accounts.weights = weight_bytes(self.model)
         if self.ranks is not None:
             progress("sharing memory with the other ranks", 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -122,7 +123,7 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
         "dtype": model.info.dtype,
         "weights": model.info.weight_dtype,
         "context": model.info.context_tokens_max,
-        "geometry": model.geometry,
+        "geometry": replace(model.geometry, draft_states=0),  # these are in no block of the pool
         "device": model.device.name,
         "kinds": model.wants_kinds,
         "attention": config.attention,

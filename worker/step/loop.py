@@ -325,6 +325,7 @@ class Worker:
             window_pages=model.geometry.window_pages,
             window_blocks=self._engine.ring_blocks,
             drafts=self._engine.runner.limits.drafts_max,
+            draft_states=pool.geometry.draft_states,
             host_blocks=host.file.blocks if host is not None else 0,
             host_identity=host.file.identity if host is not None else "",
             host_new=host is not None and not host.file.found,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +29,9 @@ from .host_transfers import buffer_bytes
 from .runner import ModelRunner
 
 MIB = 1 << 20
+# Without a setting, states behind drafted tokens take at most one part in so many of the pool's memory, and there are
+# at most this many: four requests with eight drafts, or sixteen with two.
+DRAFT_STATES_PART, DRAFT_STATES_MAX = 8, 32
 Size = TypeVar("Size")
 log = logging.getLogger("worker")
 
@@ -40,6 +43,7 @@ class DeviceBytes:
     Attributes:
         weights: The model.
         pool: K and V.
+        draft_states: Recurrent states behind drafted tokens.
         graphs: Captured graphs with their inputs, and the sampling state. 0 on a CPU, which other processes share.
         other: Workspaces of steps (cached by torch's allocator), compiled kernels, the driver's own. 0 on a CPU.
         free: Free memory of the whole device, as the driver reports it.
@@ -52,15 +56,19 @@ class DeviceBytes:
     other: int
     free: int
     total: int
+    draft_states: int = 0
 
     def by_purpose(self) -> dict[str, int]:
         """Return the bytes in use by purpose, without zeros, for WorkerReady."""
         held = {"weights": self.weights, "pool": self.pool, "graphs": self.graphs, "other": self.other}
+        held["draft_states"] = self.draft_states
         return {purpose: size for purpose, size in held.items() if size}
 
     def line(self) -> str:
         """Return a line for the log."""
         parts = {"weights": self.weights, "graphs": self.graphs, "KV pool": self.pool, "other": self.other}
+        if self.draft_states:
+            parts["states of drafts"] = self.draft_states
         held = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items())
         return f"device memory: {held}; {self.free / MIB:.0f} of {self.total / MIB:.0f} MiB free"
 
@@ -80,7 +88,9 @@ class MemoryAccounts:
         # On a CPU, memory taken by other processes would count as ours.
         taken = self._free_at_first - free if self._device.owns_memory else 0
         other = max(0, taken - self.weights - self.graphs - pool.bytes)
-        return DeviceBytes(self.weights, pool.bytes, self.graphs, other, free, self._device.total_bytes())
+        states = pool.geometry.draft_state_bytes
+        held = self.weights, pool.bytes - states, self.graphs, other
+        return DeviceBytes(*held, free, self._device.total_bytes(), states)
 
 
 def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
@@ -127,6 +137,39 @@ def check_states(model: LoadedModel, welcome: WorkerWelcome) -> None:
         kept = "recurrent state" if not geometry.window else "ring of windows"
         problem = f"{most}, and the {kept} of a sequence of {model.info.name} takes {needed} blocks"
         raise InvalidConfiguration("limits.state_blocks_max", f"is {problem}: {remedy}")
+
+
+def with_draft_states(model: LoadedModel, config: WorkerConfig, welcome: WorkerWelcome) -> LoadedModel:
+    """Return the model with room for the states behind the drafted tokens of a step.
+
+    Args:
+        model: The model. One without recurrent states needs none.
+        config: The worker's configuration.
+        welcome: The coordinator's limits.
+    """
+    geometry, rows_max = model.geometry, min(welcome.step_rows_max, welcome.slots_max)
+    if not geometry.states or not welcome.drafts_max:
+        return model
+    each = geometry.state_blocks * geometry.bytes_per_block
+    count = min(config.draft_states or DRAFT_STATES_MAX, rows_max - 1)
+    if not config.draft_states:
+        count = min(count, _pool_bytes_at_most(config, model) // DRAFT_STATES_PART // each)
+    if count < 1:
+        log.warning("drafts: none, because a recurrent state takes %d MiB; set draft_states to have some", each // MIB)
+        return model
+    log.info("drafts: at most %d tokens of a step, with %d MiB of recurrent states", count, count * each // MIB)
+    return replace(model, geometry=replace(geometry, draft_states=count))
+
+
+def _pool_bytes_at_most(config: WorkerConfig, model: LoadedModel) -> int:
+    """Return the bytes that the pool takes as configured, or all that are free for it."""
+    if config.blocks:
+        return config.blocks * model.geometry.bytes_per_block
+    if config.kv_bytes or not model.device.owns_memory:
+        return config.kv_bytes or CPU_KV_BYTES
+    if config.memory_share:
+        return max(0, int(model.device.total_bytes() * config.memory_share) - weight_bytes(model))
+    return model.device.free_bytes()
 
 
 def window_limits(welcome: WorkerWelcome) -> WindowLimits | None:
@@ -218,7 +261,7 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
                 kind = KernelError if error.error.code == KernelError.code else GpuError
                 raise kind(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")
             device.synchronize()
-            step_bytes = free_before - device.free_bytes()
+            step_bytes = free_before - device.free_bytes() - model.geometry.draft_state_bytes  # `blocks_for` adds these
             graph_bytes = _graph_bytes(runner, graph_rows_max) if runner.graphs is not None else 0
             runner.close()
             del runner

@@ -51,6 +51,7 @@ from .checks import BoolArray, Rows, Scoring, StepLimits, bad_copies, check_rows
 from .draft_checks import drafts_possible
 from .draft_graphs import DraftGraphs
 from .draft_passes import DraftPasses
+from .draft_states import accept_states, draft_pages
 from .graphs import DecodeGraphs
 from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
 from .meter import Meter
@@ -96,7 +97,8 @@ class ModelRunner:
         table_width: Most blocks of a row; 0: as many as the context needs.
         graph_rows_max: Largest decode step, in rows, that runs from a captured graph; 0: none.
         trials: Limits of grammars.
-        drafts_max: The most drafted tokens of a row; 0: none. A model with recurrent states takes none.
+        drafts_max: The most drafted tokens of a row; 0: none. For a model with recurrent states, a step has at most
+            `KvGeometry.draft_states` in all.
 
     Attributes:
         host: Makes the copies from and to the host file; None without one.
@@ -137,6 +139,7 @@ class ModelRunner:
             window=pool.geometry.window,
             window_pages=pool.geometry.window_pages,
             drafts_max=min(drafts_max, drafts_possible(model, min(step_rows_max, slots_max))),
+            draft_states=pool.geometry.draft_states,
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, positions and slots of a step, then the indices of the tokens to sample after.
@@ -294,6 +297,8 @@ class ModelRunner:
         if rows.scoring is not None:
             width = int(self._prompt_tops[rows.slots].max())
             rows = replace(rows, scoring=replace(rows.scoring, top_width=width))
+        if rows.drafts is not None and rows.states is not None:
+            rows = pending.rows = replace(rows, draft_states=draft_pages(self.pool, int(rows.drafts.sum())))
         if rows.drafts is not None:
             pending.drafted = frozenset(rows.slots[rows.drafts > 0].tolist())
         absent = rows.tokens == NO_TOKEN
@@ -426,7 +431,9 @@ class ModelRunner:
             else:
                 self._queue_pass(rows, pending)
             return
-        single = None if self.graphs is None or rows.scoring is not None else split_drafts(rows)
+        single = None
+        if self.graphs is not None and rows.scoring is None and rows.draft_states is None:
+            single = split_drafts(rows)
         if self.graphs is None or single is None or not self.graphs.can_run(single):
             self._queue_pass(rows, pending)
             return
@@ -502,7 +509,8 @@ class ModelRunner:
 
     def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, list[ScoredPart]]:
         """Run one pass over rows. generated: [rows] bool, the rows that are decodes. Return as `_forward` does."""
-        batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, rows.states, rows.windows)
+        states = rows.states, rows.windows, rows.sources
+        batch = self.pool.batch(rows.tables, rows.starts, rows.counts, generated, *states)
         samples = rows.samples == 1
         count, wanted = len(rows.tokens), int(samples.sum())
         ends = np.cumsum(rows.counts)
@@ -625,9 +633,24 @@ class ModelRunner:
         The next launch does it otherwise. Called once the outcome of `finish` is sent, it delays nothing: a step with
         drafts is in flight alone. A slot that cannot be advanced fails in its next step.
         """
-        for accepted in self._unaccepted:
-            self._refused |= self._sampler.advance(*accepted)
+        for read, pending, begun in self._unaccepted:
+            self._refused |= self._sampler.advance(read, pending, begun)
+            if self.pool.states is not None:
+                self._accept_states(read, pending, begun)
         self._unaccepted.clear()
+
+    def _accept_states(
+        self, read: list[tuple[Int32Array, HostRows]], pending: PendingStep, begun: frozenset[int]
+    ) -> None:
+        """Take the recurrent states of a finished step to the last accepted drafts.
+
+        Raises:
+            StateLostError: The copies failed.
+        """
+        try:
+            accept_states(self.pool, pending, _tokens_of(read, pending), begun)
+        except Exception as error:
+            raise StateLostError(f"accepting drafts over recurrent states failed: {error}") from error
 
     def _proposals(
         self, drafter: Drafter, pending: PendingStep, chosen: dict[int, list[int]], begun: frozenset[int]

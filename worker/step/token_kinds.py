@@ -60,6 +60,10 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     counts = np.diff(np.append(places, len(alone)))
     starts = rows.starts[of] + places - first[of]
     samples = np.where(last if rows.drafts is None else last | (rows.drafts[of] > 0), rows.samples[of], 0)
+    states = None if rows.states is None else rows.states[of]
+    sources = None
+    if states is not None and rows.draft_states is not None and rows.drafts is not None:
+        states, sources = _draft_states(rows.draft_states, states, rows.drafts[of] > 0, places > first[of])
     cut = Rows(
         rows.slots[of],
         starts.astype(np.int32),
@@ -69,10 +73,29 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
         rows.tables[of],
         alone,
         rows.scoring,
-        None if rows.states is None else rows.states[of],
+        states,
         None if rows.windows is None else rows.windows.pick(of),
+        sources=sources,
     )
     return cut, alone[places]
+
+
+def _draft_states(
+    pages: Int32Array, states: Int32Array, drafted: BoolArray, later: BoolArray
+) -> tuple[Int32Array, Int32Array]:
+    """Return the pages that parts of rows write their states to, and those that they go on with.
+
+    Args:
+        pages: [drafts, state blocks], for the drafted tokens in order.
+        states: [parts, state blocks], the pages of their sequences.
+        drafted: [parts] of rows with drafts.
+        later: [parts] that are not the first of their row.
+    """
+    states, behind = states.copy(), np.flatnonzero(drafted & later)
+    states[behind] = pages
+    sources = states.copy()
+    sources[behind] = states[behind - 1]
+    return states, sources
 
 
 def split_drafts(rows: Rows) -> Rows | None:

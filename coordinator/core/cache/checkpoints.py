@@ -55,6 +55,19 @@ class Checkpoints:
         keys = group.index.keys(ids).tolist() if found else []
         return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in found), 0)
 
+    def take_wanted(self, group: Group, slot: int, prompt: int, start: int) -> None:
+        """Take a checkpoint of a running row if the planned steps leave its state where one is wanted.
+
+        Args:
+            group: The group.
+            slot: The slot of the row.
+            prompt: Tokens of its request's prompt.
+            start: Where the tokens of its last step began.
+        """
+        s = self._sequences
+        if s.running[slot] and s.scheduled[slot] == self.following(group, slot, prompt, start):
+            self.take(group, slot)
+
     def take(self, group: Group, slot: int) -> None:
         """Make the next step copy the state of a sequence, which the planned steps leave behind `scheduled` tokens.
 

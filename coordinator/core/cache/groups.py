@@ -172,6 +172,7 @@ class Group:
         suspect: A request that runs alone because workers died while running it; 0 for none.
         begins_bytes: Bytes in the next step for rows that begin with it.
         drafts: The most tokens that the worker drafts and verifies for a row in a step; 0: none.
+        draft_states: The most drafts of a step in all rows, if the model has a recurrent state.
         proposals: Tokens that the worker expects behind those of running rows, by slot; see `scheduling.drafts`.
         expected: A proposal for each row that is compared with its tokens, by slot: the run of the row, how many
             tokens were right, and the proposal.
@@ -202,8 +203,8 @@ class Group:
         self.state_blocks = ready.state_blocks
         self.window, self.window_pages, self.window_blocks = ready.window, ready.window_pages, ready.window_blocks
         self.prompt_chunk = ready.prompt_chunk if ready.state_blocks else 1
-        # A recurrent state cannot be cut back to the last accepted token.
-        self.drafts = 0 if ready.state_blocks else ready.drafts
+        self.draft_states = ready.draft_states if ready.state_blocks else 0
+        self.drafts = min(ready.drafts, self.draft_states) if ready.state_blocks else ready.drafts
         self.proposals: dict[int, tuple[int, ...]] = {}
         self.expected: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self.draft_chance = self.draft_later = 512

@@ -38,6 +38,7 @@ PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
 HOST_BLOCKS_MAX = DISK_BLOCKS_MAX = 1 << 20
 HOST_IDENTITY_MAX = 64
+DRAFT_STATES_MAX = 1 << 16
 DEVICE_PURPOSES_MAX = 16
 DEVICE_PURPOSE_LENGTH_MAX = 32
 KERNELS_MAX, KERNEL_LENGTH_MAX = 16, 1000
@@ -275,6 +276,8 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
     if not 0 <= message.drafts <= limits.schedule.drafts_max:
         most = limits.schedule.drafts_max
         raise ProtocolError(f"worker {name}: drafts must be 0 to schedule.drafts_max = {most}, not {message.drafts}")
+    if not 0 <= message.draft_states <= DRAFT_STATES_MAX:
+        raise ProtocolError(f"worker {name}: draft_states must be 0 to {DRAFT_STATES_MAX}, not {message.draft_states}")
     _states(name, message, limits)
     _windows(name, message, limits)
     _host_tier(name, message)

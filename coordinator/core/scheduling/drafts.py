@@ -10,11 +10,14 @@ What is computed then ends at the last token, so that the KV of a rejected draft
 overwrites it. Blocks without an accepted token are given back with the result.
 
 A step has as many drafts as pay, by each request's own chances (`draft_choice`).
+
+A recurrent state is behind the last accepted draft, exactly, and cannot be cut back. Such rows have no draft that is a
+stop token: what is accepted behind it would be in the state. Their drafts end where a checkpoint is wanted too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +91,7 @@ class Drafts:
             if self._rows.run[slot] != runs[slot] or not s.running[slot]:
                 continue
             group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
-            most = min(count, self._wanted(group, slot))
+            most = min(count, self._wanted(group, slot, tokens[first:end]))
             request = self._requests.live[int(s.request[slot])]
             if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
                 kept[slot] = tuple(tokens[first : first + most])
@@ -141,13 +144,25 @@ class Drafts:
 
     def _room(self, group: Group) -> int:
         """Return how many rows of a step are left for drafts if all rows of the group take part."""
-        return self._rows_max - group.running if self._most else 0
+        room = self._rows_max - group.running if self._most else 0
+        return min(room, group.draft_states) if group.state_blocks else room
 
-    def _wanted(self, group: Group, slot: int) -> int:
-        """Return how many drafts of a row may be verified next; 0 or less for none."""
+    def _wanted(self, group: Group, slot: int, proposal: Sequence[int]) -> int:
+        """Return how many drafts of a row's proposal may be verified next; 0 or less for none."""
         s = self._cache.sequences
-        left = int(self._rows.limit[slot]) - int(s.length[slot]) - int(s.pending[slot])
-        return min(self.most(group), left - 1)
+        length = int(s.length[slot]) + int(s.pending[slot])
+        most = min(self.most(group), int(self._rows.limit[slot]) - length - 1, len(proposal))
+        return self._over_state(group, slot, length - 1, proposal[:most]) if group.state_blocks and most > 0 else most
+
+    def _over_state(self, group: Group, slot: int, start: int, proposal: Sequence[int]) -> int:
+        """Return how many drafts may be verified of a row with a recurrent state, whose next token is at `start`."""
+        stops = frozenset(self._rows.stops[slot].tolist())
+        count = next((place for place, token in enumerate(proposal) if token in stops), len(proposal))
+        size = self._cache.sequences.block_size
+        if start // size == (start + count) // size:
+            return count
+        wanted = self._cache.checkpoints.following(group, slot, int(self._rows.base[slot]), start)
+        return min(count, wanted - start - 1)
 
     def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
         """Return the chances of a row's request, or of its group's requests while it has none."""
@@ -169,10 +184,13 @@ class Drafts:
         proposed = [slot for slot in decodes.tolist() if slot in group.proposals]
         room = self._room(group)
         if prefilling:
-            room = min(room, (self._step_tokens_max - decodes.size) // 2)
+            left = self._step_tokens_max - decodes.size
+            room = min(room, left // 2, left - group.prompt_chunk)  # any less is no chunk of a state
+        if 0 < room < len(proposed) and group.state_blocks:  # few states, for the likeliest drafts
+            proposed = sorted(proposed, key=lambda slot: -self._chances(group, slot).first)[:room]
         for slot in proposed:
             assert not s.pending[slot], "a row with drafts awaits a token"
-            count = min(room // len(proposed), self._wanted(group, slot), len(group.proposals[slot]))
+            count = min(room // len(proposed), self._wanted(group, slot, group.proposals[slot]))
             if not may_reserve:
                 count = min(count, self._inside(slot))
             if count > 0:

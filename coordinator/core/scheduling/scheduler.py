@@ -566,7 +566,8 @@ class Scheduler:
         group.steps_total += 1
         self._requests.computed_tokens_total += tokens.size
         if group.state_blocks:
-            self._take_checkpoints(group, slots, starts)
+            # How far a row with drafts comes is known with its result.
+            self._take_checkpoints(group, *((slots[drafted == 0], starts[drafted == 0]) if drafts else (slots, starts)))
         if 0 < slots.size == group.running and only and sampled.size == slots.size:
             group.steady = self._steady(group, slots, runs, starts + 1, target + 1, tenant)
         return step
@@ -575,10 +576,8 @@ class Scheduler:
         """Take checkpoints of the rows that a step brings to a position where one is wanted."""
         s, checkpoints = self._cache.sequences, self._cache.checkpoints
         for row in np.flatnonzero(s.scheduled[slots] % s.block_size == 0).tolist():
-            slot, start = int(slots[row]), int(starts[row])
-            wanted = checkpoints.following(group, slot, int(self._rows.base[slot]), start)
-            if s.running[slot] and s.scheduled[slot] == wanted:
-                checkpoints.take(group, slot)
+            slot = int(slots[row])
+            checkpoints.take_wanted(group, slot, int(self._rows.base[slot]), int(starts[row]))
 
     def _steady(
         self, group: Group, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int

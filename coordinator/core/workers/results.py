@@ -128,6 +128,8 @@ class StepResults:
         if s.quarantine:
             s.step_done(group.number, sent.step_id)
         self._finish(group, rows, tokens)
+        if verified.size and group.state_blocks:
+            self._take_checkpoints(group, sent, verified)
         if running.scores_count:
             self._finish_scored(slots)
         if group.proposals or group.expected or result.draft_slots.size:
@@ -414,6 +416,13 @@ class StepResults:
         newest[rows] = tokens
         newest[further.slots] = further.tokens  # of a row, the last one is kept
         return newest[rows], verified
+
+    def _take_checkpoints(self, group: Group, sent: SentStep, verified: Slots) -> None:
+        """Take checkpoints of the rows that accepted drafts have brought to a position where one is wanted."""
+        s, base = self._cache.sequences, self._admission.rows.base
+        starts = dict(zip(sent.slots.tolist(), sent.message.starts.tolist(), strict=True))
+        for slot in verified[s.scheduled[verified] % s.block_size == 0].tolist():
+            self._cache.checkpoints.take_wanted(group, slot, int(base[slot]), starts[slot])
 
     def _append_accepted(self, sent: SentStep, further: FurtherTokens) -> None:
         """Append accepted tokens behind the first of their rows, all at once, and stream them."""

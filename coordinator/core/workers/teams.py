@@ -86,6 +86,7 @@ class Team:
         return msgspec.structs.replace(
             first,
             blocks=min(each.blocks for each in ready),
+            draft_states=min(each.draft_states for each in ready),
             host_identity=_joint_identity(identities) if first.host_blocks else "",
             host_new=all(each.host_new for each in ready),
         )

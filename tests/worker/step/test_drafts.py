@@ -523,8 +523,9 @@ def test_a_failed_pass_is_made_again_request_by_request(
 
 
 def test_a_cache_that_takes_nothing_back_has_no_drafts(tiny: Callable[..., LoadedModel]) -> None:
-    geometry = SimpleNamespace(state_blocks=3)
-    assert drafts_possible(cast("LoadedModel", SimpleNamespace(geometry=geometry)), 8) == 0
+    for states, possible in ((0, 0), (4, 7)):
+        geometry = SimpleNamespace(states=("a state",), draft_states=states)
+        assert drafts_possible(cast("LoadedModel", SimpleNamespace(geometry=geometry)), 8) == possible
     assert drafts_possible(tiny("llama"), 8) == 7
 
 
