@@ -17,7 +17,7 @@ from pathlib import Path
 from kvforge.loadtest.machine import machine, versions
 from tools.cluster.running import FAMILIES
 
-from .driver import Driver
+from .driver import DRAFTERS, Driver
 from .interruptions import PAUSE_S, PAUSE_S_MIN
 from .planted import FAULTS
 
@@ -60,6 +60,12 @@ def main() -> int:
         "--drafts", type=int, default=0, help="schedule.drafts_max; answers must be those without drafts [0]"
     )
     parser.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        default=DRAFTERS[0],
+        help="with --drafts: lookup alone, the model itself as its draft model, or a random MTP module [lookup]",
+    )
+    parser.add_argument(
         "--host",
         type=int,
         nargs="?",
@@ -80,10 +86,12 @@ def main() -> int:
         parser.error(f"--pause: {options.pause:g} is not above {PAUSE_S_MIN:g}, the least pause")
     if options.disk and not options.host:
         parser.error("--disk: blocks go to the disk through the host tier, add --host")
+    if options.drafter != DRAFTERS[0] and not options.drafts:
+        parser.error(f"--drafter {options.drafter}: no drafts are verified, add --drafts 4")
     log = _silent if options.quiet else _print
     computing = (options.device, options.dtype)
     others = {"ranks": options.ranks, "pause_s": options.pause, "family": options.family, "drafts": options.drafts}
-    others |= {"host_bytes": options.host, "disk_bytes": options.disk}
+    others |= {"host_bytes": options.host, "disk_bytes": options.disk, "drafter": options.drafter}
     report = Driver(options.minutes, options.seed, log, options.plant, *computing, **others).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:

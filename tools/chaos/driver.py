@@ -22,6 +22,7 @@ from kvforge.coordinator.journal.recovery import recover
 from kvforge.coordinator.journal.segment_completion import complete_segment
 from kvforge.protocol.messages import Stats
 from tools.cluster.cluster import READY_S, Cluster
+from tools.cluster.drafting_cluster import DraftingCluster
 
 from . import cases, interruptions, leftovers, planted, sizes, tokenizer
 from .interruptions import COORDINATOR, GATEWAY
@@ -31,6 +32,7 @@ from .processes import CLIENT_END_S, Processes
 WORKERS = 2
 CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last process uses HTTP
 CLIENTS_EACH = 4
+DRAFTERS = ("lookup", "model", "mtp")
 BLOCKS, BLOCKS_WITH_HOST = 128, 64  # with a host tier, so few that blocks leave the pool and requests are preempted
 WRITEBACK_BLOCKS = 4
 SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
@@ -90,6 +92,7 @@ class Driver:
         drafts: int = 0,
         host_bytes: int = 0,
         disk_bytes: int = 0,
+        drafter: str = DRAFTERS[0],
     ) -> None:
         """Create a run.
 
@@ -106,12 +109,14 @@ class Driver:
             drafts: `schedule.drafts_max` of the disturbed run; the expected answers are computed without drafts.
             host_bytes: of each worker's host file, 0 for none; the expected answers are computed without one.
             disk_bytes: of each worker's disk tier below it, 0 for none.
+            drafter: a name in DRAFTERS. "model": the model itself is the draft model too; "mtp": a random module. With
+                these, workers draft with each result, whatever it costs.
         """
         self._minutes, self._seed, self._log = minutes, seed, log
         self._computing = {"device": device, "dtype": dtype, "family": family}
         self._planted = fault
         self._ranks, self._pause_s, self._drafts, self._host_bytes = ranks, pause_s, drafts, host_bytes
-        self._disk_bytes = disk_bytes
+        self._disk_bytes, self._drafter = disk_bytes, drafter
         self._workers = tuple(f"w{number}" for number in range(ranks if ranks > 1 else WORKERS))
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
@@ -132,6 +137,9 @@ class Driver:
             sizes |= {"blocks": BLOCKS_WITH_HOST, "host_bytes": self._host_bytes, "disk_bytes": self._disk_bytes}
         with self._cluster_of(coordinator=config, **sizes) as cluster:
             tokenizer.write(cluster.model)
+            if self._drafter != DRAFTERS[0]:
+                beside = cluster.model if self._drafter == "model" else self._drafter
+                cluster.configure_workers(f'draft_model = "{beside}"\n')
             if others:
                 cluster.start(*self._workers).close()
             else:
@@ -171,7 +179,9 @@ class Driver:
             return cases.answered(kv, cases.draw(self._seed))
 
     def _cluster_of(self, **options: Any) -> Cluster:
-        return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
+        if self._planted:
+            return planted.PlantedCluster(self._planted, **options)
+        return Cluster(**options) if self._drafter == DRAFTERS[0] else DraftingCluster(**options)
 
     # --------------------------------------------------------------------------------------------------------- the run
 
@@ -378,6 +388,7 @@ class Driver:
             },
             "drafts": {
                 "most": self._drafts,
+                "drafter": self._drafter,
                 "drafted_by_last_workers": sum(worker.drafted_total for worker in self._last_workers),
                 "accepted_by_last_workers": sum(worker.accepted_total for worker in self._last_workers),
             },

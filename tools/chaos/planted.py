@@ -85,6 +85,29 @@ def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> No
     _patch(CoordinatorConnection, "send", changed)
 
 
+def _accepted_draft() -> None:
+    """Make a worker take a wrong draft for the sampled token now and then, and draft with each result."""
+    from kvforge.protocol.messages import Int32Array
+    from kvforge.worker.sampling.ahead import AheadRows
+    from tools.cluster.drafting_worker import draft_always
+
+    due = _every(EVERY)
+
+    def changed(accepted: Callable[..., Any]) -> Callable[..., Any]:
+        def accepting(self: AheadRows, tokens: Int32Array, good: Any) -> Any:
+            kept = accepted(self, tokens, good)
+            wrong = (~kept[1:] & kept[:-1] & (self.offsets[1:] > 0) & (tokens[:-1] != self.tokens[1:])).nonzero()[0]
+            if len(wrong) and due():
+                tokens[wrong[0]] = self.tokens[wrong[0] + 1]
+                kept = accepted(self, tokens, good)
+            return kept
+
+        return accepting
+
+    _patch(AheadRows, "accepted", changed)
+    draft_always()
+
+
 def _done_twice() -> None:
     """Make the coordinator ignore idempotency keys, so that a repeated command creates new requests."""
     from kvforge.coordinator.core.requests.idempotency import IdempotencyKeys
@@ -161,6 +184,7 @@ def _orphan() -> None:
 
 
 FAULTS = {
+    "accepted-draft": Fault("worker", _accepted_draft),
     "changed-token": Fault("worker", _changed_token),
     "done-twice": Fault("coordinator", _done_twice),
     "not-written": Fault("coordinator", _not_written),

@@ -27,7 +27,13 @@ END_S = 120.0
 
 
 class Cluster:
-    """Processes by name: "coordinator", "w0", "w1", ... The end of the `with` block stops and removes everything."""
+    """Processes by name: "coordinator", "w0", "w1", ... The end of the `with` block stops and removes everything.
+
+    Attributes:
+        worker_module: The module that runs as a worker.
+    """
+
+    worker_module = "kvforge.worker"
 
     def __init__(
         self,
@@ -132,6 +138,10 @@ class Cluster:
         config.write_text(lines)
         self._start(name, "worker", config)
 
+    def configure_workers(self, lines: str) -> None:
+        """Add lines to the configuration of all workers that start from now on."""
+        self._worker_extra += lines
+
     def start(self, *workers: str) -> Client:
         """Start all and wait until the named workers serve; return a client that closes with the cluster."""
         self.start_coordinator()
@@ -157,7 +167,7 @@ class Cluster:
 
     def _start(self, name: str, module: str, config: Path) -> None:
         arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
-        path, whole = self.folder / f"{name}.log", f"kvforge.{module}"
+        path, whole = self.folder / f"{name}.log", self.worker_module if module == "worker" else f"kvforge.{module}"
         if self._device == "cpu" or module != "worker":
             server = fork_server(WORKER if module == "worker" else SERVICES)
             self._processes[name] = server.start(arguments, path, environment, whole)

@@ -9,15 +9,16 @@ import dataclasses
 from collections.abc import Callable
 
 import kvforge.worker.__main__ as worker_main
-from kvforge.worker.drafts.pacing import DraftPacing
-from kvforge.worker.step.pending import PendingStep, StepOutcome
-from kvforge.worker.step.runner import ModelRunner
 
 DRAFTED = 4
 
 
 def draft_always() -> None:
     """Make every worker of this process draft with each result."""
+    from kvforge.worker.drafts.pacing import DraftPacing
+    from kvforge.worker.step.pending import PendingStep, StepOutcome
+    from kvforge.worker.step.runner import ModelRunner
+
     finish: Callable[[ModelRunner, PendingStep], StepOutcome] = ModelRunner.finish
 
     def finish_at_once(self: ModelRunner, pending: PendingStep) -> StepOutcome:
@@ -28,6 +29,18 @@ def draft_always() -> None:
     DraftPacing.count = lambda *_: DRAFTED  # type: ignore[method-assign]
 
 
+def main() -> int:
+    """Run the worker."""
+    names = vars(worker_main)
+    keep_all = names["keep_all"]
+
+    def imported() -> None:
+        draft_always()  # the worker has chosen its cores and imported torch
+        keep_all()
+
+    names["keep_all"] = imported
+    return worker_main.main()
+
+
 if __name__ == "__main__":
-    draft_always()
-    worker_main.leave(worker_main.main())
+    worker_main.leave(main())
