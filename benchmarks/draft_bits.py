@@ -433,7 +433,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "different_requests": len(found),
                     }
                 )
-    header = [name.replace("_", " ") for name in runs[0]] if runs else []
+    if not runs:
+        print(f"no drafters: {options.reference or 'no file'} has the answers", file=sys.stderr)
+        return 0
+    header = [name.replace("_", " ") for name in runs[0]]
     rows = [[f"{value:,}" if isinstance(value, int) else value for value in run.values()] for run in runs]
     where = "GPU" if options.gpu else "CPU"
     title = f"answers with and without drafts, dummy weights, {where}, up to {options.rows} requests at a time"
