@@ -47,6 +47,10 @@ class PagedBatch:
             for models without one.
         sources: [rows, state blocks] int32 on the host, the pages of the state that each row goes on with: those that
             the drafted token before it writes, for a drafted one. None: each row's own.
+        depth: Of a static batch of rows with drafts: the most rows of one sequence, each going on with the state of the
+            one before. 0: no two rows are of one sequence.
+        behind: [rows] int32 on the host, for such a batch: how many rows of its sequence each row is behind.
+        spare: For such a batch, the page that belongs to no sequence.
         state_pages: `states` on the device, for a static batch; no two of its rows have the same. None for others.
         windows: Batches of the same rows for the layers that keep a window, one for each page of a block, with lowered
             positions (see `windows`).
@@ -71,6 +75,9 @@ class PagedBatch:
     generated: npt.NDArray[np.bool_]
     states: Int32Array | None = None
     sources: Int32Array | None = None
+    depth: int = 0
+    behind: Int32Array | None = None
+    spare: int = 0
     state_pages: torch.Tensor | None = None
     windows: tuple[PagedBatch, ...] = ()
     is_window: bool = False

@@ -183,16 +183,32 @@ class KvPool:
         windows: WindowTables | None = None,
         states: npt.NDArray[np.int32] | None = None,
         length_max: int = 0,
+        chain: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None,
     ) -> None:
         """Refill a static batch of this pool; see `PagedBatch.fill`, and `batch` for `windows` and `states`.
 
         Rows of one batch must be of different sequences if they have states. Those of padding lie in the spare block.
+
+        Args:
+            batch: The batch.
+            tables: See `PagedBatch.fill`.
+            lengths: See `PagedBatch.fill`.
+            extra: See `PagedBatch.fill`.
+            windows: See `batch`.
+            states: See `batch`.
+            length_max: See `PagedBatch.fill`.
+            chain: For a batch with `PagedBatch.depth`, `sources` and `behind` of its first n rows.
         """
         assert not length_max or not (batch.windows or batch.beside), "only batches of their own become longer"
         if batch.states is not None:
             batch.states = self._spare_pages(len(batch.states))
             if states is not None:
                 batch.states[: len(states)] = states
+            if batch.depth:
+                batch.sources, batch.spare = batch.states.copy(), self.blocks
+                batch.behind = np.zeros(len(batch.states), np.int32)
+                if chain is not None:
+                    batch.sources[: len(chain[0])], batch.behind[: len(chain[1])] = chain
             extra = np.concatenate([np.zeros(0, np.int32) if extra is None else extra, batch.states.reshape(-1)])
         batch.fill(self._scaled(tables), lengths, extra, length_max)
         if self._besides_apart is not None:

@@ -26,8 +26,10 @@ class Wave:
         stepping: Indices of those that its step computes together: generated tokens behind a state. None: none.
         tokens: The indices of these rows' tokens, [rows] int64 on the device; None: they are all tokens of the batch.
         pages: [rows, pages of a state] int32 on the device, of these rows.
-        copied: Pages of states to copy before these rows run, from and to: [n, pages of a state] int64 on the device
+        copied: Pages of states to copy before these rows run, from and to: [n, pages of a state] int32 on the device
             each. None: each row goes on in its pages.
+        chosen: [rows, 1] int32 on the device, of a graph whose rows all run in each wave: 1 for those of this wave,
+            whose results count. The others run in the spare page. None: all rows count.
     """
 
     alone: list[int]
@@ -35,6 +37,7 @@ class Wave:
     tokens: torch.Tensor | None
     pages: torch.Tensor
     copied: tuple[torch.Tensor, torch.Tensor] | None = None
+    chosen: torch.Tensor | None = None
 
     def pick(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the numbers of the stepping rows, of [tokens, n]."""
@@ -62,7 +65,10 @@ def _waves(batch: PagedBatch, steps: bool) -> list[Wave]:
             prompts = batch.size.prompts
             decodes = list(range(prompts, batch.size.rows))
             return [Wave(list(range(prompts)), decodes or None, None, batch.state_pages[prompts:])]
-        return [Wave([], list(range(len(batch.state_pages))), None, batch.state_pages)]
+        every = list(range(len(batch.state_pages)))
+        if batch.depth:
+            return [_chained(batch, every, place) for place in range(batch.depth)]
+        return [Wave([], every, None, batch.state_pages)]
     assert batch.states is not None, "a step without the pages of its rows' states"
     together = batch.generated & (batch.starts > 0) & steps
     upload, found = batch.device.upload, []
@@ -77,9 +83,29 @@ def _waves(batch: PagedBatch, steps: bool) -> list[Wave]:
         if batch.sources is not None:
             others = rows[sources[rows, 0] != batch.states[rows, 0]]
             if len(others):
-                copied = upload(sources[others].astype(np.int64)), upload(batch.states[others].astype(np.int64))
+                copied = upload(sources[others]), upload(batch.states[others])
         found.append(Wave(rows[~together[rows]].tolist(), indices.tolist() or None, tokens, pages, copied))
     return found
+
+
+def _chained(batch: PagedBatch, rows: list[int], place: int) -> Wave:
+    """Return a wave of a graph with drafts: the rows that are behind `place` others of their sequence."""
+
+    def pages_of(states: np.ndarray | None, filled: PagedBatch) -> np.ndarray:
+        assert states is not None and filled.behind is not None, "a batch without drafts"
+        return np.where((filled.behind == place)[:, None], states, filled.spare).astype(np.int32)
+
+    def chosen_of(filled: PagedBatch) -> np.ndarray:
+        assert filled.behind is not None, "a batch without drafts"
+        return np.asarray(filled.behind == place, np.int32)
+
+    count = len(rows)
+    array = batch.device_array
+    pages = array(("pages of a wave", place), lambda filled: pages_of(filled.states, filled)).view(count, -1)
+    if not place:
+        return Wave([], rows, None, pages)
+    sources = array(("sources of a wave", place), lambda filled: pages_of(filled.sources, filled)).view(count, -1)
+    return Wave([], rows, None, pages, (sources, pages), array(("rows of a wave", place), chosen_of).view(count, 1))
 
 
 def _one_of_each(sources: list[int], states: list[int]) -> list[np.ndarray]:

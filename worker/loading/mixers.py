@@ -336,13 +336,20 @@ def _mixed(
         assert step is not None and prompts is not None, "a graph of a mixer that runs row by row"
         return _mixed_in_graph(binding, hidden, step, prompts, batch, pool)
     parts: dict[int, list[torch.Tensor]] = {}
+    together: torch.Tensor | None = None
     with binding.projections.over(hidden) as tokens:
         for wave in waves(batch, step is not None):
             if wave.copied is not None:
-                pool.states.copy(binding.index, *wave.copied)
+                pool.states.copy(binding.index, *(pages.long() for pages in wave.copied))
             if step is not None and wave.stepping is not None:
                 projected = {name: wave.pick(each[0]) for name, each in tokens.projected.items()}
                 stepped = step(projected, partial(pool.states.rows, binding.index, pages=wave.pages))[None]
+                if batch.depth:
+                    if together is None or wave.chosen is None:
+                        together = stepped
+                    else:
+                        together = torch.where(wave.chosen.bool(), stepped, together)
+                    continue
                 if wave.tokens is None:
                     return tokens.result([stepped], as_part)
                 parts |= {row: [each] for row, each in zip(wave.stepping, stepped.split(1, dim=1), strict=True)}
@@ -358,6 +365,8 @@ def _mixed(
                 continue
             for row in wave.alone:
                 parts[row] = _mixed_alone(binding, mix, tokens, row, cuts_blocks)
+        if together is not None:
+            return tokens.result([together], as_part)
     return tokens.result([part for row in sorted(parts) for part in parts[row]], as_part)
 
 

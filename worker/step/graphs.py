@@ -19,6 +19,10 @@ such steps. All others keep graphs without these launches. A row has the same bi
 
 A row with a recurrent state runs in a graph if no other row of the step has the same one. Padding rows have their state
 in the pool's spare block, which no sequence has.
+
+Drafted tokens over recurrent states go on with the state of the token before. Steps with such run in graphs of a size
+and a depth, the most tokens of a request: there the layers with a state run once for each place behind others, over all
+rows, and rows of another place run in the spare block. They are captured after several such steps, which run without.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ CAPTURE_S = 60.0  # graphs not captured by then are captured later
 # 20 us for each row. Reading this much less of each layer saves as much. See benchmarks/NOTES.md.
 DRAFT_ROW_BYTES = 6 << 20
 ASKED_STEPS = 16  # steps of the same slots after which attention is asked again: they have grown by a few tokens
+DEPTHS = (2, 3, 5, 9, 17, 33, 65)  # rows of a request in graphs of drafts over recurrent states
 CAPTURE_USES = 16  # steps that run in a larger graph before their own is captured, without idle time
 log = logging.getLogger("worker")
 
@@ -133,6 +138,8 @@ class DecodeGraphs:
         self._uses: Counter[int] = Counter()  # steps of a size without a graph that ran in a larger one
         self._sharing: dict[int, _Bucket | None] = {}  # graphs that read common blocks once; None: cannot be captured
         self._sharing_uses: Counter[int] = Counter()  # steps that one of these would have run
+        self._chained: dict[tuple[int, int], _Bucket | None] = {}  # by size and depth; None: cannot be captured
+        self._chained_uses: Counter[tuple[int, int]] = Counter()
         # Slots of the last step, steps since attention was asked whether sharing gains there, and its answer.
         self._asked = b"", 0, False
         self.memory = model.device.graph_memory()
@@ -148,7 +155,8 @@ class DecodeGraphs:
     @property
     def captured(self) -> int:
         """Number of captured graphs."""
-        return len(self._buckets) + sum(each is not None for each in self._sharing.values())
+        others = (*self._sharing.values(), *self._chained.values())
+        return len(self._buckets) + sum(each is not None for each in others)
 
     def size_for(self, rows: int) -> int:
         """Return the smallest of `sizes` that holds `rows` rows. `rows` must not exceed the largest."""
@@ -196,6 +204,8 @@ class DecodeGraphs:
             return False
         if rows.states is not None and not _advance_once(rows):
             return False
+        if rows.sources is not None:
+            return self._chained_bucket(rows) is not None
         while self._sizes and len(rows) <= self._sizes[-1]:
             size = self.size_for(len(rows))
             if size not in self._buckets and self._can_wait(size):
@@ -203,6 +213,29 @@ class DecodeGraphs:
             if self._bucket(size) is not None:
                 return True
         return False
+
+    def _chained_bucket(self, rows: Rows) -> _Bucket | None:
+        """Return the graph of rows with drafts over recurrent states, captured if it is due; None: there is none."""
+        depth = int(_behind(rows).max()) + 1
+        if not self._sizes or len(rows) > self._sizes[-1] or depth > DEPTHS[-1]:
+            return None
+        key = self.size_for(len(rows)), next(each for each in DEPTHS if each >= depth)
+        if key not in self._chained:
+            self._chained_uses[key] += 1
+            if self._chained_uses[key] <= CAPTURE_USES:
+                return None
+            bucket = self._try_chained(*key)
+            self._chained[key] = bucket if self._agreed(bucket is not None) else None
+        return self._chained[key]
+
+    def _try_chained(self, size: int, depth: int) -> _Bucket | None:
+        try:
+            return self._capture(size, depth=depth)
+        except Exception as error:  # noqa: BLE001 - the driver raises another class when it lacks memory for a graph
+            self._model.device.release_cached()
+            what = "steps of %d rows with drafts run without a graph: capturing it failed: %s: %s"
+            log.warning(what, size, type(error).__name__, error)
+            return None
 
     def _can_wait(self, size: int) -> bool:
         """Count a step of a size without a graph; return whether a larger graph runs it, at most half of it padding."""
@@ -227,9 +260,9 @@ class DecodeGraphs:
             RuntimeError: torch failed to replay the graph.
         """
         device, count = self._model.device, len(rows)
-        bucket = self._captured_for(count)
+        bucket = self._captured_for(count) if rows.sources is None else self._chained_bucket(rows)
         assert bucket is not None, "only for rows that `can_run` accepted"
-        if self._gains_from_sharing(rows, 0 if behind is None else DRAFT_ROW_BYTES * count):
+        if rows.sources is None and self._gains_from_sharing(rows, 0 if behind is None else DRAFT_ROW_BYTES * count):
             bucket = self._sharing_bucket(bucket)
         simple = (rows.samples == 1) & self._state.simple(rows.slots)
         drafted = np.zeros(count, np.bool_) if behind is None else behind != UNDRAFTED
@@ -300,7 +333,7 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drop all graphs and their memory."""
         self._model.device.synchronize()
-        self._sizes, self._buckets, self._sharing = [], {}, {}
+        self._sizes, self._buckets, self._sharing, self._chained = [], {}, {}, {}
         self.memory = self._logits = self._places = None
         self._model.device.release_cached()
 
@@ -340,10 +373,10 @@ class DecodeGraphs:
                 self._sizes.clear()
         return None
 
-    def _capture(self, size: int, *, shares_reads: bool = False) -> _Bucket:
+    def _capture(self, size: int, *, shares_reads: bool = False, depth: int = 0) -> _Bucket:
         model, state, device = self._model, self._state, self._model.device
         batch = self._pool.static_batch(size, self._width, self._places, INPUTS)
-        batch.shares_reads = shares_reads
+        batch.shares_reads, batch.depth = shares_reads, depth
         results = torch.zeros(3 * size, dtype=torch.int32, device=device.torch_device)
         left: list[torch.Tensor] = []  # the logits
 
@@ -370,7 +403,16 @@ class DecodeGraphs:
         packed[1, count:] = self._state.slots_max
         packed[:, :count] = rows.tokens, rows.slots, rows.starts, wanted
         tables, windows, states = rows.tables, rows.windows, rows.states
-        self._pool.fill(bucket.batch, tables, rows.starts + 1, packed.reshape(-1), windows, states)
+        chain = None if rows.sources is None else (rows.sources, _behind(rows))
+        self._pool.fill(bucket.batch, tables, rows.starts + 1, packed.reshape(-1), windows, states, chain=chain)
+
+
+def _behind(rows: Rows) -> Int32Array:
+    """Return how many rows of its request each row is behind, [rows] int32; the rows of a request follow each other."""
+    assert rows.sources is not None and rows.states is not None, "rows without states of drafts"
+    places = np.arange(len(rows), dtype=np.int32)
+    first = rows.sources[:, 0] == rows.states[:, 0]
+    return places - np.maximum.accumulate(np.where(first, places, 0)).astype(np.int32)
 
 
 def _advance_once(rows: Rows) -> bool:

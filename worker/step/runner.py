@@ -431,9 +431,7 @@ class ModelRunner:
             else:
                 self._queue_pass(rows, pending)
             return
-        single = None
-        if self.graphs is not None and rows.scoring is None and rows.draft_states is None:
-            single = split_drafts(rows)
+        single = None if self.graphs is None or rows.scoring is not None else split_drafts(rows)
         if self.graphs is None or single is None or not self.graphs.can_run(single):
             self._queue_pass(rows, pending)
             return

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvforge.protocol.messages import GENERATED
+from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_checks import drafts_possible
 from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
+from tests.worker.step.test_graphs import gpu
 from tests.worker.step.test_states import Bench, i4, prompt
 
 pytestmark = [
@@ -96,13 +99,17 @@ def wrong(token: int) -> int:
     return (token + 1) % 90
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_and_states_have_the_bits_without_drafts(name: str, tiny: Callable[..., LoadedModel]) -> None:
+def test_answers_and_states_have_the_bits_without_drafts(
+    name: str, graphs: bool, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvforge.worker.step.graphs.CAPTURE_USES", 0)
     model = drafting_model(name, tiny)
     assert drafts_possible(model, 10) == 9
     want, states = undrafted(model)
     for place in (0, 1, 2, DRAFTS_MAX):  # of the first wrong draft
-        bench, accepted = Drafting(model), 0
+        bench, accepted = Drafting(model, graph_rows_max=16 if graphs else 0), 0
         bench.begin()
         while min(map(len, bench.answers)) < TOKENS:
             drafts: list[list[int]] = [[], [], []]
@@ -120,6 +127,40 @@ def test_answers_and_states_have_the_bits_without_drafts(name: str, tiny: Callab
                     found = bench.state(slot)
                     assert all(map(torch.equal, found, states[slot][len(answer) - 1])), (name, place, slot)
         assert (accepted > 0) == (place > 0)
+        if graphs and model.can_be_captured:
+            assert bench.runner.graphs is not None and any(bench.runner.graphs._chained.values())
+            assert bench.runner.meter.graphs > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "granite", "kimi_linear", "minimax"])
+def test_a_gpu_gives_the_bits_without_drafts(
+    name: str, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From graphs and without them, beside a row without drafts."""
+    monkeypatch.setattr("kvforge.worker.step.graphs.CAPTURE_USES", 0)
+    model_type, fields = HYBRIDS[name]
+    settings = {"load_format": "dummy", "dtype": "bfloat16", "device": gpu(), "block_size": BLOCK_SIZE}
+    model = load_model(write_config(model_type, **fields), **settings)
+    model = replace(model, geometry=replace(model.geometry, draft_states=STATES))
+    want, states = undrafted(model)
+    for rows in (0, 16):
+        bench = Drafting(model, graph_rows_max=rows)
+        bench.begin()
+        for place in (2, 0, 1, 3):
+            drafts = [
+                [token for token, _ in answer[len(own) :][:4]] for answer, own in zip(want, bench.answers, strict=True)
+            ]
+            drafts[0][place:] = [wrong(token) for token in drafts[0][place:]]
+            drafts[1], drafts[2] = drafts[1][:2], []
+            if max(map(len, bench.answers)) > TOKENS - 5:
+                break
+            bench.advance(drafts)
+            for slot, answer in enumerate(bench.answers):
+                assert answer == want[slot][: len(answer)]
+                assert all(map(torch.equal, bench.state(slot), states[slot][len(answer) - 1]))
+        if rows and model.can_be_captured:
+            assert bench.runner.graphs is not None and any(bench.runner.graphs._chained.values())
 
 
 def test_a_row_with_drafts_beside_a_prompt_has_the_same_bits(tiny: Callable[..., LoadedModel]) -> None:

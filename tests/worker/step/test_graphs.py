@@ -459,6 +459,7 @@ def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGra
     model: Any = SimpleNamespace(ranks=other, device=SimpleNamespace(release_cached=lambda: None))
     graphs._model, graphs._sizes, graphs._buckets, graphs._uses = model, [2, 4, 8], {}, Counter()
     graphs._sharing = {}
+    graphs._chained = {}
 
     def capture(size: int) -> Any:
         if size in problems:
