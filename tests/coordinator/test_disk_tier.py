@@ -422,3 +422,20 @@ def test_a_disk_that_is_larger_than_the_file_decides_how_many_blocks_are_remembe
 def _blocks_of(prompt: list[int]) -> list[bytes]:
     full = len(prompt) // SIZE
     return [np.array(prompt[SIZE * place : SIZE * (place + 1)], np.int32).tobytes() for place in range(full)]
+
+
+# behaviour: blocks that a request brings from the disk are neighbours in the host file
+def test_blocks_of_a_load_are_neighbours_in_the_host_file() -> None:
+    driver = with_disk(host=64)
+    only_on_disk(driver)
+    tier, others = driver.tier, dict[int, int]()
+    for value in range(tier.free):
+        node_id = tier.add(-9, value + 1, value.to_bytes(4 * SIZE, "little"))
+        assert node_id is not None and tier.give_block(node_id)
+        tier.written(node_id)
+        others[tier.nodes[node_id].block] = node_id
+    for block in (3, 5, *range(40, 48)):
+        tier.drop(others[block])
+    assert driver.serve(FIRST) == 16
+    found = driver.copies.match(*driver.prefix(FIRST), 1, 4)
+    assert [tier.nodes[node_id].block for node_id in found] == [40, 41, 42]

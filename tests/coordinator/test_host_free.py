@@ -134,7 +134,7 @@ def test_entries_are_evicted_for_a_run_and_not_for_blocks_alone() -> None:
     places = saved(tier, 999, RUN_MAX)
     assert places == [*range(first, first + RUN_MAX)]
     end = first + 2 * RUN_MAX
-    assert saved(tier, 1000, 3) == [end - 8, end - 7, end - 6], "the end of the next chain, up to a multiple"
+    assert saved(tier, 1000, 3) == [end - 3, end - 2, end - 1], "three blocks alone, of the end of the next chain"
     ends = [node_id for node_id in tier.cached_nodes() if not tier.nodes[node_id].children]
     for node_id in ends[-8:]:
         tier.drop(node_id)

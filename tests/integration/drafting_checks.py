@@ -18,6 +18,7 @@ from kvforge.client.results import Finished
 from .drafting_cluster import DraftingCluster
 from .midway import stopped_midway
 from .shared import wait_empty
+from .test_disk_tier import all_again, disk_of, started
 
 TOKENS, WAIT_S = 60, 120.0
 COORDINATOR = "[schedule]\ndrafts_max = 4\ndrafts_shared = false\n"
@@ -162,3 +163,40 @@ def check_host_tier(model: Path, worker: str, want: list[Finished], changed: str
         assert bits(found) == bits(want[1])
         assert found.cached_tokens == 0
         assert kv.stats().pools[0].host_loaded_total == before
+
+
+def check_disk_tier(model: Path, worker: str, changed: str) -> None:
+    """Check that the disk tier keeps what a draft reads, and is a miss for a worker that drafts in another way.
+
+    Args:
+        model: The model.
+        worker: Settings of the worker.
+        changed: Settings of the other worker.
+    """
+    learns = COORDINATOR + "[cache]\nhost_learn_blocks = 0\n"
+    evicted = PROMPTS[:-1]  # the last one is on the device alone
+    with DraftingCluster(model=model, blocks=10, coordinator=learns, worker=worker) as cluster:
+        kv = started(cluster)
+        whole = [greedy(kv, prompt) for prompt in PROMPTS]
+        assert not any(repeats([*prompt, *each.tokens]) for prompt, each in zip(PROMPTS, whole, strict=True))
+        assert disk_of(kv).saved_total >= 2 * len(evicted)
+        kv = all_again(cluster)
+        with all_accepted(kv, TOKENS):
+            again = [greedy(kv, prompt) for prompt in evicted]
+        assert [found.tokens for found in again] == [found.tokens for found in whole[:-1]]
+        assert all(found.cached_tokens >= 32 for found in again)
+        disk = disk_of(kv)
+        assert min(disk.recovered_total, disk.loaded_total) >= 2 * len(evicted)
+        for name in ("w0", "coordinator"):
+            cluster.kill(name)
+        kv = started(cluster, changed=changed)
+        found = greedy(kv, PROMPTS[0])
+        assert (found.tokens, found.cached_tokens) == (whole[0].tokens, 0)
+        (pool,) = kv.stats().pools
+        assert pool.disk is not None
+        assert pool.disk.recovered_total == pool.disk.loaded_total == 0
+
+
+def greedy(kv: Client, prompt: list[int]) -> Finished:
+    """Return the greedy answer of a prompt."""
+    return kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY).result(WAIT_S)

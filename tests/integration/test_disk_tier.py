@@ -57,8 +57,10 @@ def all_again(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
     return started(cluster, ranks)
 
 
-def started(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
+def started(cluster: Cluster, ranks: tuple[str, ...] = ("w0",), changed: str = "") -> Client:
     """Start a coordinator, and a worker with a disk tier; `ranks` names its processes. Return once the tier is there.
+
+    `changed` replaces the setting of its name.
 
     A recovered coordinator has the worker that was killed for a moment, and requests of that time find nothing.
     """
@@ -66,7 +68,7 @@ def started(cluster: Cluster, ranks: tuple[str, ...] = ("w0",)) -> Client:
     before = log.read_text().count(TIER_READY) if log.exists() else 0
     cluster.start_coordinator()
     for name in ranks:
-        cluster.start_worker(name, settings(cluster))
+        cluster.start_worker(name, settings(cluster), changed)
     kv = cluster.client()
     kv.wait_ready(300)
     until(lambda: log.read_text().count(TIER_READY) > before)

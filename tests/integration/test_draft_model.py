@@ -25,6 +25,7 @@ from .drafting_checks import (
     VOCABULARY,
     WAIT_S,
     check_answers,
+    check_disk_tier,
     check_hits_and_forks,
     check_host_tier,
     check_preemption_and_death,
@@ -127,3 +128,10 @@ def test_the_host_tier_keeps_the_draft_model_and_another_one_is_a_miss(
 ) -> None:
     _, other = write_models(tmp_path, seed=1)
     check_host_tier(models[0], f'draft_model = "{models[1]}"\n', want, f'draft_model = "{other}"')
+
+
+def test_the_disk_tier_keeps_the_draft_model_and_another_one_is_a_miss(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, other = write_models(tmp_path, seed=1)
+    check_disk_tier(models[0], f'draft_model = "{models[1]}"\n', f'draft_model = "{other}"')

@@ -22,6 +22,7 @@ from .drafting_checks import (
     WAIT_S,
     bits,
     check_answers,
+    check_disk_tier,
     check_hits_and_forks,
     check_host_tier,
     check_preemption_and_death,
@@ -80,6 +81,10 @@ def test_the_host_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(
     model: Path, want: list[Finished]
 ) -> None:
     check_host_tier(model, MTP, want, 'draft_model = ""')
+
+
+def test_the_disk_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(model: Path) -> None:
+    check_disk_tier(model, MTP, 'draft_model = ""')
 
 
 def test_an_eagle_head_in_a_folder_drafts(tmp_path: Path) -> None:

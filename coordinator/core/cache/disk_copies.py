@@ -36,6 +36,7 @@ from .disk_entries import read_entries
 from .disk_orders import DiskOrder, orders_message
 from .disk_tier import DiskTier
 from .hashing import BlockHasher, Hashes
+from .host_free import ALIGN
 from .host_node import NO_HOST_BLOCK
 from .host_tier import HostTier
 from .prefix_cache import Tokens, root_key
@@ -295,7 +296,8 @@ class DiskCopies:
             load.awaited[self._loading[node_id]] = None
             return True
         full = len(load.ours) >= load.most or len(self.orders) >= ORDERS_MAX
-        if full or not host.give_block(node_id, owner=owner):
+        before = host.nodes[node.parent].block if node.parent > 0 else NO_HOST_BLOCK
+        if full or not host.give_block(node_id, owner, before, room=ALIGN):
             return False
         tier.hold(disk_id)
         node.once, tier.nodes[disk_id].once = tier.nodes[disk_id].once, False

@@ -286,10 +286,13 @@ class HostTier:
         return given
 
     def _make_run(self, owner: int, count: int, room: int) -> None:
-        """Evict entries until `count` neighbours are free, or a chain that grows has place, within the spare blocks."""
+        """Evict entries until `count` neighbours are free, or a chain that grows has place, within the spare blocks.
+
+        A few blocks take what is free.
+        """
         free, longest = self._free, min(max(count, min(room, ALIGN)), RUN_MAX)
         most = self._spare + count
-        while len(free) < most and free.longest < longest:
+        while longest >= ALIGN and len(free) < most and free.longest < longest:
             for _ in range(max(ALIGN, count - len(free))):
                 if self._is_full(owner) or not self._evict_one(owner):
                     return
