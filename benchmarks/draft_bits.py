@@ -28,6 +28,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded, SamplingParams
+from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded, KvforgeError, SamplingParams
 from kvforge.worker.loading.source import MODEL_CONFIGS
 from kvforge.worker.model_path import MTP
 
@@ -232,6 +233,8 @@ async def serve(
             running.result()
         finally:
             running.cancel()
+            with suppress(asyncio.CancelledError, KvforgeError):
+                await running
         await look(kv)
         requests = (await kv.stats()).requests
         served.preempted, served.recomputed = requests.preemptions_total, requests.recomputed_tokens_total

@@ -57,7 +57,8 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
     from kvforge.worker.drafts.lookup import LookupDrafter
     from kvforge.worker.step.runner import ModelRunner
 
-    numbers, generated = dict[int, int](), dict[int, int]()  # by slot
+    numbers, generated, limits = dict[int, int](), dict[int, int](), dict[int, int]()  # by slot
+    remember: Callable[..., None] = LookupDrafter.begin
     begin: Callable[..., None] = ModelRunner._begin
     append: Callable[..., None] = LookupDrafter.append
     drawn = np.random.default_rng(0)
@@ -67,12 +68,17 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
         generated.update((start.slot, start.generated) for start in begins)
         begin(self, begins, *rest)
 
+    def remember_noted(self: LookupDrafter, slot: int, prompt: Any, written: Any, limit: int, *rest: Any) -> None:
+        limits[slot] = min(limit, most)
+        remember(self, slot, prompt, written, limit, *rest)
+
     def append_noted(self: LookupDrafter, slot: int, tokens: Any) -> None:
         generated[slot] = generated.get(slot, 0) + len(tokens)
         append(self, slot, tokens)
 
-    def proposed(number: int, at: int) -> list[int]:
-        recorded = answers[number, at : at + int(drawn.integers(1, most, endpoint=True))]
+    def proposed(number: int, slot: int) -> list[int]:
+        at = generated[slot]
+        recorded = answers[number, at : at + int(drawn.integers(1, limits[slot], endpoint=True))]
         right = drawn.random(len(recorded)) < chance
         return [int(token) if is_right else int(token == 0) for token, is_right in zip(recorded, right, strict=True)]
 
@@ -80,11 +86,17 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
         found = self.found(slots)
         for slot in slots:
             number = numbers.get(slot, -1)
-            if slot not in found and 0 <= number < len(answers) and (tokens := proposed(number, generated[slot])):
-                found[slot] = tokens
+            if (
+                slot not in found
+                and 0 <= number < len(answers)
+                and limits.get(slot)
+                and (its := proposed(number, slot))
+            ):
+                found[slot] = its
         return Proposals.of(found)
 
     ModelRunner._begin = begin_noted  # type: ignore[method-assign,assignment]
+    LookupDrafter.begin = remember_noted  # type: ignore[method-assign,assignment]
     LookupDrafter.append = append_noted  # type: ignore[method-assign]
     LookupDrafter.propose = propose  # type: ignore[method-assign]
 
