@@ -13,7 +13,8 @@ import pytest
 
 from kvforge import Client, SamplingParams
 from kvforge.client.results import Finished
-from tests.worker.head_checkpoints import write_eagle, write_right_mtp
+from tests.worker.head_checkpoints import write_eagle, write_mtp, write_right_mtp
+from tests.worker.loading.random_models import NEEDS_CACHE
 from tools.cluster.cluster import Cluster
 
 from .drafting_checks import (
@@ -119,9 +120,24 @@ def test_an_eagle_head_of_another_model_is_refused(tmp_path: Path, model: Path) 
         )
 
 
-def test_a_model_with_recurrent_states_is_refused() -> None:
-    with Cluster(family="qwen3_5", coordinator=COORDINATOR, worker=MTP) as cluster:
-        cluster.start_coordinator()
-        cluster.start_worker("w0")
-        assert cluster.end("w0") == 2
-        assert "draft_model: 'mtp', but model has recurrent states, which take back no wrong draft" in cluster.log("w0")
+@NEEDS_CACHE
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_a_module_drafts_over_recurrent_states(tmp_path: Path) -> None:
+    """Its weights are random, and nearly all of its drafts are wrong: none leaves a trace in a state."""
+    model = write_mtp(tmp_path, "qwen3_next")
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [[7 + number, 9, 31, 8 + number, 2, 88] for number in range(4)]
+
+    def answers(kv: Client) -> list[tuple[object, ...]]:
+        requests = [kv.submit(prompt, max_tokens=40, sampling=greedy) for prompt in prompts]
+        return [bits(found) for found in results(requests)]
+
+    with Cluster(model=model) as cluster:
+        want = answers(cluster.start("w0"))
+    worker = f"{MTP}draft_states = 16\n"
+    with DraftingCluster(model=model, coordinator=COORDINATOR, worker=worker) as cluster:
+        kv = cluster.start("w0")
+        assert kv.health().workers[0].kernels["drafts"].startswith("lookup, and the MTP module of qwen3_next")
+        assert answers(kv) == want
+        drafted, accepted = counts(kv)
+        assert drafted > accepted

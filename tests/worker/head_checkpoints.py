@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.worker.loading.published_models import BLOCKS, LATENTS, QUANTISED, fp8_blocks
-from tests.worker.loading.random_models import DESCRIBED, save
+from tests.worker.loading.random_models import DESCRIBED, HYBRIDS, save
 
 LAYERS = 3  # of the models
 EPSILON = 1e-6
@@ -25,6 +25,7 @@ WEIGHTS = "model.safetensors"
 NAMES = {
     "deepseek_v3": (f"model.layers.{LAYERS}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+    "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
 }
 FP8 = "deepseek_v3 in fp8"
 NAMES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", FP8), NAMES["deepseek_v3"])
@@ -42,7 +43,7 @@ def fields_of(family: str) -> tuple[str, dict[str, Any]]:
         return "qwen2", {"rms_norm_eps": EPSILON}
     if family == FP8:
         return "deepseek_v3", LATENTS | {"num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": EPSILON}
-    kind, fields = DESCRIBED[family]
+    kind, fields = HYBRIDS[family] if family in HYBRIDS else DESCRIBED[family]
     return kind, fields | {"rms_norm_eps": EPSILON}
 
 
@@ -60,6 +61,8 @@ def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
     kind, fields = fields_of(family)
     place = save(folder / family, kind, fields)
     one = {name: value for name, value in ONE_LAYER.items() if name == "num_hidden_layers" or name in fields}
+    if family == "qwen3_next":
+        one["layer_types"] = ["full_attention"]
     layer = save(folder / "layer", kind, fields | one)
     tensors, module = load_file(place / WEIGHTS), load_file(layer / WEIGHTS)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -70,15 +73,18 @@ def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
     hidden = len(tensors["model.norm.weight"])
     begin, (token_norm, hidden_norm, projection, final_norm) = NAMES[family]
     for name in (token_norm, hidden_norm):
-        tensors[f"{begin}{name}.weight"] = 1 + 0.3 * torch.randn(hidden, generator=drawn)
+        # Qwen3-Next stores what is added to 1.
+        middle = 0 if family == "qwen3_next" else 1
+        tensors[f"{begin}{name}.weight"] = middle + 0.3 * torch.randn(hidden, generator=drawn)
     tensors[f"{begin}{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=drawn) * hidden**-0.5
     tensors[f"{begin}{final_norm}.weight"] = module["model.norm.weight"]
-    if family != "mimo":  # copies of the model's, which are not read
+    if family not in ("mimo", "qwen3_next"):  # copies of the model's, which are not read
         tensors[f"{begin}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     for name, weight in module.items():
         if name.startswith("model.layers.0."):
-            tensors[begin + name.removeprefix("model.layers.0.")] = weight
+            of_layer = "layers.0." if family == "qwen3_next" else ""
+            tensors[begin + of_layer + name.removeprefix("model.layers.0.")] = weight
     save_file(tensors, place / WEIGHTS, {"format": "pt"})
     config = json.loads((place / "config.json").read_text())
     changed: dict[str, Any] = {"num_nextn_predict_layers": 1} | ({"model_type": "mimo"} if family == "mimo" else {})
@@ -190,7 +196,8 @@ class MtpReference(Reference):
     def run(self, tokens: Sequence[int], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Join the embedding with the hidden state, and run the layer; see `Reference.run`."""
         embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(tokens)]
-        parts = [rms(embedded, self._own(0)), rms(before, self._own(1))]
+        more = 1 if self.family == "qwen3_next" else 0
+        parts = [rms(embedded, self._own(0) + more), rms(before, self._own(1) + more)]
         joined = torch.cat(parts[::-1] if self.family == "mimo" else parts, -1) @ self._own(2).T
         hidden = self.layer.model(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
         return self.layer.lm_head(hidden), hidden

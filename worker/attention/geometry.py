@@ -158,9 +158,11 @@ class KvGeometry:
         if beside.block_size != self.block_size:
             problem = f"the draft model has {beside.block_size} tokens of a block, the model {self.block_size}"
             raise InvalidConfiguration("block_size", problem)
-        if self.states or beside.is_paged or beside.beside is not None:
-            problem = "has recurrent states" if self.states else "of a draft model is page-major, or has another"
-            raise InvalidConfiguration("beside", f"the geometry {problem}: expected one without states and windows")
+        if beside.is_paged or beside.beside is not None:
+            problem = (
+                "the geometry of a draft model is page-major, or has another: expected one without states and windows"
+            )
+            raise InvalidConfiguration("beside", problem)
 
     @property
     def scratch_blocks(self) -> int:
@@ -188,8 +190,9 @@ class KvGeometry:
     @cached_property
     def state_layout(self) -> StateLayout | None:
         """The places of a sequence's state in its pages; None for a model without one."""
-        scales = self.dtype.scale_bytes * self._heads_per_token * self.block_size  # in memory of their own
-        return StateLayout(self.states, self.bytes_per_block - scales) if self.states else None
+        apart = self.dtype.scale_bytes * self._heads_per_token * self.block_size  # scales, in memory of their own
+        apart += 0 if self.beside is None else self.beside.bytes_per_block
+        return StateLayout(self.states, self.bytes_per_block - apart) if self.states else None
 
     @property
     def state_blocks(self) -> int:

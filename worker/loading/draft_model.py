@@ -37,9 +37,6 @@ def join_draft_model(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
         InvalidConfiguration: Names `draft_model`: the two models do not fit.
     """
     name = draft.info.name
-    if model.geometry.states:
-        problem = f"{name!r}, but {model.info.name} has recurrent states, which take back no wrong draft: leave it out"
-        raise InvalidConfiguration("draft_model", problem)
     if draft.geometry.states:
         problem = f"{name!r} has recurrent states, which take back no wrong draft: choose a model without"
         raise InvalidConfiguration("draft_model", problem)

@@ -29,6 +29,7 @@ class MtpNames:
 
     Attributes:
         module: The beginning of all of its names; {layers} is the number of the model's layers.
+        layer: The beginning of the names of its layer, behind that.
         embedding_norm: The norm of the embedding.
         hidden_norm: The norm of the hidden state.
         projection: The projection of both.
@@ -38,6 +39,7 @@ class MtpNames:
     """
 
     module: str = "model.layers.{layers}."
+    layer: str = ""
     embedding_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     projection: str = "eh_proj"
@@ -47,9 +49,18 @@ class MtpNames:
 
 
 DEEPSEEK = MtpNames()
-MIMO = MtpNames("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), True)
+MIMO = MtpNames(
+    "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), True
+)
+QWEN = MtpNames("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ())
 # By the model type of config.json.
-FAMILIES = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "glm4_moe_lite": DEEPSEEK, "mimo": MIMO}
+FAMILIES = {
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
+    "mimo": MIMO,
+    "qwen3_next": QWEN,
+}
 
 
 def mtp_part(source: Source, config: Any) -> tuple[Source, Any]:
@@ -70,7 +81,7 @@ def mtp_part(source: Source, config: Any) -> tuple[Source, Any]:
     others = {f"{module}{names.final_norm}.weight": "model.norm.weight"} | {name: name for name in SHARED}
     front = (names.embedding_norm, names.hidden_norm, names.projection, *names.copies)
     left_out = frozenset(f"{module}{name}.weight" for name in front)
-    return replace(source, part=CheckpointPart(module, others, left_out)), own
+    return replace(source, part=CheckpointPart(module + names.layer, others, left_out)), own
 
 
 def names_of(source: Source, config: Any) -> MtpNames:
@@ -122,6 +133,8 @@ def config_of_layer(config: Any) -> Any:
             setattr(own, name, value[-1:])
     if hasattr(own, "first_k_dense_replace"):
         own.first_k_dense_replace = 0  # the module has experts
+    if "linear_attention" in (getattr(own, "layer_types", None) or ()):
+        own.layer_types = ["full_attention"]  # a module has no recurrent layer
     own.num_hidden_layers = 1
     return own
 

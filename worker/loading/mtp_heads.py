@@ -14,7 +14,6 @@ from safetensors import safe_open
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.attention.hidden_states import hidden_shape
 from kvforge.worker.attention.pool import KvGeometry
-from kvforge.worker.kernels.layer_weights import Norm
 from kvforge.worker.kernels.packed import stored_bytes
 
 from .configuration import read_config
@@ -89,9 +88,7 @@ def refuse_unfit(model: LoadedModel, setting: str) -> None:
         InvalidConfiguration: Names `draft_model`.
     """
     problem = ""
-    if model.geometry.states:
-        problem = f"{model.info.name} has recurrent states, which take back no wrong draft"
-    elif model.fused is None:
+    if model.fused is None:
         problem = f"{model.info.name} runs transformers' own layers, and heads read described ones"
     if problem:
         raise InvalidConfiguration("draft_model", f"{setting!r}, but {problem}: leave it out")
@@ -100,7 +97,7 @@ def refuse_unfit(model: LoadedModel, setting: str) -> None:
 def _front(source: Source, model: LoadedModel, seed: int) -> MtpFront:
     """Read, or make up, what the module computes before its layer."""
     assert model.fused is not None, "described models only"
-    epsilon, place = model.fused.final_norm.epsilon, model.device.torch_device
+    place = model.device.torch_device
     config = read_config(source)
     if source.format == "dummy":
         hidden = len(model.fused.final_norm.weight)
@@ -118,7 +115,8 @@ def _front(source: Source, model: LoadedModel, seed: int) -> MtpFront:
                 problem = f"the tensor {name} of {source.name} holds NaN or infinity: use another checkpoint"
                 raise InvalidConfiguration("draft_model", f"'mtp', but {problem}")
     token_norm, hidden_norm, projection = (tensor.to(place, model.dtype) for tensor in tensors)
-    return MtpFront(Norm(token_norm, epsilon), Norm(hidden_norm, epsilon), projection, hidden_first)
+    own = replace(model.fused.final_norm, weight=token_norm)  # of the model's kind: that of Qwen3-Next adds 1
+    return MtpFront(own, replace(own, weight=hidden_norm), projection, hidden_first)
 
 
 def read_tensors(source: Source, names: list[str]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
+from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.registry import Serving
 from kvforge.worker.loading import eagle_heads
@@ -170,3 +172,10 @@ def test_a_tensor_that_does_not_fit_is_named(
     changed(head, change)
     with pytest.raises(InvalidConfiguration, match=words):
         load_eagle_head(head, model, "auto")
+
+
+def test_a_model_with_recurrent_states_is_refused(head: Path, model: LoadedModel) -> None:
+    state = StateTensor(0, "recurrent", (1, 2, 8), torch.float32)
+    recurrent = replace(model, geometry=replace(model.geometry, states=(state,)))
+    with pytest.raises(InvalidConfiguration, match="'eagle3', but model has recurrent states: EAGLE-3 heads draft for"):
+        load_eagle_head(head, recurrent, "auto")

@@ -85,11 +85,13 @@ class Answer:
 
 
 class Drafting:
-    """A runner over a pool full of NaN; each slot owns BLOCKS blocks."""
+    """A runner over a pool full of NaN; each slot owns BLOCKS blocks, and the pages of a recurrent state."""
 
     def __init__(self, model: LoadedModel, graphs: bool = False, drafts_max: int = DRAFTS_MAX) -> None:
         self.model = model
-        self.pool = KvPool(model.geometry, BLOCKS * SLOTS, model.device)
+        pages, first = model.geometry.state_blocks, BLOCKS * SLOTS
+        self.pool = KvPool(model.geometry, first + SLOTS * pages, model.device)
+        self.states = np.arange(first, first + SLOTS * pages, dtype=np.int32).reshape(SLOTS, pages)
         for cache in self.pool.tensors():
             cache.fill_(float("nan") if cache.is_floating_point() else 127)
         self.runner = ModelRunner(
@@ -108,7 +110,7 @@ class Drafting:
         flat = i4(*[token for part in tokens for token in part])
         step = Step(0, slots=i4(*slots), starts=i4(*starts), counts=i4(*map(len, tokens)), tokens=flat, **arrays)
         tables = np.array([range(BLOCKS * slot, BLOCKS * (slot + 1)) for slot in slots], np.int32)
-        return self.runner.launch(step, tables)
+        return self.runner.launch(step, tables, self.states[list(slots)] if self.states.size else None)
 
     def run(self, rows: Sequence[Row], **fields: Any) -> StepOutcome:
         return self.runner.finish(self.launch(rows, **fields))

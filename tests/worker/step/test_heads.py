@@ -33,7 +33,17 @@ from tests.worker.head_checkpoints import (
     write_right_mtp,
 )
 from tests.worker.step.test_draft_model import drafted_answers, drafter_of, nan_pool, proposed, without_lookup
-from tests.worker.step.test_drafts import BLOCKS, DRAFTS_MAX, PROMPTS, SAMPLINGS, Answer, Drafting, answers_of, none
+from tests.worker.step.test_drafts import (
+    BLOCKS,
+    DRAFTS_MAX,
+    PROMPTS,
+    SAMPLINGS,
+    SLOTS,
+    Answer,
+    Drafting,
+    answers_of,
+    none,
+)
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -66,6 +76,8 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
             settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
             settings["device"] = replace(cpu, kernels=kernels)
             plain = load_model(source, **settings)
+            if plain.geometry.states:
+                plain = replace(plain, geometry=replace(plain.geometry, draft_states=SLOTS * DRAFTS_MAX))
             reference: Reference
             if family == EAGLE:
                 head, reference = (
