@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from kvforge import Request, SamplingParams
+from tests import fresh
 from tests.worker.loading.random_models import save
 from tests.worker.step.test_windows import COMMON, MODELS, WINDOW
 from tools.cluster.cluster import Cluster
@@ -46,7 +47,7 @@ def pages_of(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in MODELS), ("gpt_oss", 2)])
+@pytest.mark.parametrize(("name", "ranks"), fresh.of_the_day([*((name, 1) for name in MODELS), ("gpt_oss", 2)], 3))
 def test_windows_through_hits_forks_rewinds_preemption_and_deaths(name: str, ranks: int, tmp_path: Path) -> None:
     """behaviours 15, 28, 35."""
     model_type, fields = MODELS[name]
