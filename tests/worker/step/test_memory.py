@@ -283,3 +283,28 @@ def test_the_largest_step_is_tried_with_a_draft_model(model: LoadedModel, monkey
     monkeypatch.setattr(LoadedModel, "write", watched)
     memory._trial_bytes(joined, welcome(drafts_max=3), graph_rows_max=4)
     assert written[0] == 39
+
+
+@NEEDS_CACHE
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_states_of_drafts_take_an_eighth_of_the_pool_or_as_many_as_are_set(
+    tiny: Callable[..., LoadedModel], model: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type, fields = HYBRIDS["granite"]
+    hybrid = tiny(model_type, block_size=16, **fields)
+    each = hybrid.geometry.state_blocks
+
+    def count(drafts_max: int = 4, rows: int = 64, **settings: object) -> int:
+        limits = welcome(block_size=16, slots_max=rows, step_rows_max=rows, drafts_max=drafts_max)
+        return memory.with_draft_states(hybrid, config(**settings), limits).geometry.draft_states
+
+    assert count(blocks=8 * each * 5) == 5
+    assert count(blocks=8 * each * 5, draft_states=7) == 7
+    assert count(kv_bytes=8 * each * 3 * hybrid.geometry.bytes_per_block) == 3
+    assert count(blocks=10_000) == 32, "no more without a setting"
+    assert count(blocks=10_000, rows=8) == 7, "one row is no draft"
+    assert count(drafts_max=0, blocks=10_000) == 0
+    caplog.set_level("WARNING", "worker")
+    assert count(blocks=each) == 0
+    assert "set draft_states to have some" in caplog.text
+    assert memory.with_draft_states(model, config(), welcome(drafts_max=4)) is model
