@@ -161,6 +161,8 @@ def test_behind_a_step_in_flight_a_proposal_loses_its_first_token() -> None:
     driver.turn()
     assert group.sent
     assert not pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+    group.draft_wait = group.drafts_from = 0
+    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)}, goes_on=True), "the steps behind it lose none"
 
 
 @pytest.mark.parametrize(

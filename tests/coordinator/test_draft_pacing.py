@@ -13,7 +13,7 @@ import pytest
 
 from kvforge.protocol.messages import StepResult
 from kvforge.worker.drafts.pacing import DraftPacing
-from tests.coordinator.driver import FakeWorker, continuation
+from tests.coordinator.driver import FakeWorker, choose, continuation, fingerprint
 from tests.coordinator.test_draft_choice import STEP_US, TimedDrafter, TimedDriver
 from tests.coordinator.test_drafts import drafted
 
@@ -65,6 +65,19 @@ class PassingDrafter(TimedDrafter):
         )
 
 
+class ChanceDrafter(PassingDrafter):
+    """Such a worker: eight of ten drafted tokens are right, independently of each other."""
+
+    def propose(self, slot: int, context: int) -> list[int]:
+        tokens, size = list[int](), self.model.vocab_size
+        for _ in range(self.width):
+            token = choose(context, size)
+            is_right = (context * 2654435761 >> 7) % 10 < 8
+            tokens.append(token if is_right else (token + 1) % size)
+            context = fingerprint(context, token)
+        return tokens
+
+
 class PassingDriver(TimedDriver):
     """A driver with such workers."""
 
@@ -84,8 +97,10 @@ class PassingDriver(TimedDriver):
         return super().report(worker, result)
 
 
-def time_us(drafts: int, rows: int, pass_us: int, right: float, way_us: int = 100) -> tuple[int, int]:
-    """Return how long requests take, and the steps with drafts."""
+def drafting(
+    drafts: int, pass_us: int, way_us: int, kind: type[PassingDrafter]
+) -> tuple[PassingDriver, PassingDrafter]:
+    """Return a driver and its worker."""
     driver = PassingDriver(
         drafts_max=drafts,
         step_rows_max=96,
@@ -97,11 +112,17 @@ def time_us(drafts: int, rows: int, pass_us: int, right: float, way_us: int = 10
         blocks_per_sequence_max=256,
         steps_in_flight_max=2,
     )
-    driver.way_us = way_us
+    driver.way_us, driver.worker_type = way_us, kind
     worker = driver.add_worker(4096)
     assert isinstance(worker, PassingDrafter)
-    worker.row_us, worker.right, worker.pass_us = 10, right, pass_us
-    worker.now_us = lambda: driver.now_us
+    worker.row_us, worker.pass_us, worker.now_us = 10, pass_us, lambda: driver.now_us
+    return driver, worker
+
+
+def time_us(drafts: int, rows: int, pass_us: int, right: float, way_us: int = 100) -> tuple[int, int]:
+    """Return how long requests take, and the steps with drafts."""
+    driver, worker = drafting(drafts, pass_us, way_us, PassingDrafter)
+    worker.right = right
     prompts = [[10 + row, 2, 3, 4] for row in range(rows)]
     first = driver.now_us
     requests = [driver.submit(prompt, TOKENS) for prompt in prompts]
@@ -109,6 +130,25 @@ def time_us(drafts: int, rows: int, pass_us: int, right: float, way_us: int = 10
     for request, prompt in zip(requests, prompts, strict=True):
         assert driver.answer_of(request) == continuation(prompt, TOKENS)
     return driver.now_us - first, sum(count > 0 for count in drafted(worker))
+
+
+def rounds_us(drafts: int, way_us: int, number: int) -> int:
+    """Return how long three requests take, one after another, with idle time between them."""
+    driver, took_us = drafting(drafts, 130, way_us, ChanceDrafter)[0], 0
+    for each in range(3):
+        prompt, first = [10, 2, 3 + number, 4 + each], driver.now_us
+        request = driver.submit(prompt, 256)
+        driver.run_until_idle()
+        assert driver.answer_of(request) == continuation(prompt, 256)
+        took_us += driver.now_us - first
+        driver.advance(280_000)
+    return took_us
+
+
+def test_later_requests_are_drafted_too() -> None:
+    """With four drafts, a step has 3.4 tokens, and takes 1.9 times as long as one without."""
+    gains = [rounds_us(0, 300, 0) / rounds_us(8, 300, number) for number in range(4)]
+    assert sum(gains) / len(gains) >= 1.6
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 The coordinator decides what is verified, and shows it by the drafts of later steps. After a few proposals that no step
 takes there are none for 64 times as long as their passes took; the next time 128 times, up to 1,024. A worker that
 gains nothing by drafts so loses less than 2 % of its time, and soon less than 0.1 %. A request gets about as many
-tokens as were accepted of late, and a few more. Cheap passes are tried for longer: the coordinator learns from the
-first proposals how often they are right, and three tell it little. Unused proposals count as many times as the fastest
-of them took, so that one slow pass, as the first is where kernels are compiled, causes no long wait.
+tokens as were accepted of late, and a few more, but not many more than steps verify. Cheap passes are tried for longer:
+the coordinator learns from the first proposals how often they are right, and three tell it little. So are new requests
+where drafts were used, for the first proposals of each are only compared with its tokens. Unused proposals count as
+many times as the fastest of them took, so that one slow pass, as the first is where kernels are compiled, causes no
+long wait.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 TRIAL = 3  # proposals: the first is compared with the tokens, the second waited for, and the third verified
-CHEAP_TRIAL = 6  # the same if a pass takes at most 1 / CHEAP of a step
-CHEAP = 8
+CHEAP_TRIAL = 6  # the same if a pass takes at most 1 / CHEAP of a step, or if the drafts before were used
+CHEAP = 4
 SLOWER = 16  # with each step, the shortest is taken to last 1 / SLOWER longer
 SHARE_FIRST, SHARE_MAX = 64, 1024  # of the time of unused passes that follows without any
 ACCEPTED_FIRST = 0.5  # accepted drafts of a step that are expected of a new request
+DRAFTED_FIRST = 16.0  # verified drafts of a step that are expected of a new request
 AVERAGED = 4  # the averaging window of accepted drafts, in steps
+AVERAGED_OF_ALL = 16  # the same of those of all requests
 
 
 class DraftPacing:
@@ -31,10 +35,16 @@ class DraftPacing:
         self._rows = 0  # rows of the last proposal
         self._step_ns = 0  # about the shortest of the model's last steps
         self._accepted: dict[int, float] = {}  # by slot: accepted drafts of a step, averaged
+        self._of_all = ACCEPTED_FIRST  # the same of all slots
+        self._drafted: dict[int, float] = {}  # by slot: verified drafts of a step, averaged
+        self._pays = False  # whether drafts were used before the last wait
 
     def begin(self, slot: int) -> None:
-        """Expect of a slot what a new request is expected to accept."""
-        self._accepted[slot] = ACCEPTED_FIRST
+        """Expect of a new request what others accepted. Where drafts were used of late, there is no wait for it."""
+        self._accepted[slot] = self._of_all
+        self._drafted.pop(slot, None)
+        if self._pays:
+            self._from_ns = 0
 
     def is_due(self, now_ns: int, rows: int) -> bool:
         """Return whether to propose now.
@@ -56,9 +66,11 @@ class DraftPacing:
         self._unused += 1
         self._rows = rows
         is_cheap = CHEAP * took_ns <= passes * self._step_ns
-        if self._unused < (CHEAP_TRIAL if is_cheap else TRIAL):
+        self._pays = self._pays or self._used > 1
+        if self._unused < (CHEAP_TRIAL if is_cheap or self._pays else TRIAL):
             return
-        if self._used > 1:
+        self._pays = self._used > 1
+        if self._pays:
             self._share = SHARE_FIRST
         self._from_ns = now_ns + self._share * self._unused * self._fastest_ns
         self._share = min(2 * self._share, SHARE_MAX)
@@ -70,16 +82,21 @@ class DraftPacing:
         for slot, drafted, accepted in results:
             was_used = True
             seen = accepted + (accepted == drafted)  # another one may have been right too
+            most = self._drafted.get(slot, DRAFTED_FIRST)
+            self._drafted[slot] = most + (drafted - most) / AVERAGED
             before = self._accepted.get(slot, ACCEPTED_FIRST)
             self._accepted[slot] = before + (seen - before) / AVERAGED
+            self._of_all += (seen - self._of_all) / AVERAGED_OF_ALL
         if was_used:
             self._used += 1
             self._unused = self._from_ns = 0
 
     def count(self, slot: int) -> int:
         """Return how many tokens to propose for a slot."""
-        return 2 + int(1.5 * self._accepted.get(slot, ACCEPTED_FIRST))
+        likely = int(1.5 * self._accepted.get(slot, ACCEPTED_FIRST))
+        return 2 + min(likely, int(self._drafted.get(slot, DRAFTED_FIRST)))
 
     def forget(self) -> None:
         """Forget all slots."""
         self._accepted.clear()
+        self._drafted.clear()

@@ -135,19 +135,23 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
     return found
 
 
-def pays(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> bool:
+def pays(
+    group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances], *, goes_on: bool = False
+) -> bool:
     """Return whether the next step is to wait for the results before it, and verify proposals.
 
     Waiting costs the overlap of two steps, even if the step then verifies none. While another step is in flight, its
-    token takes the place of the first draft: what then follows is of use only if that draft is right.
+    token takes the place of the first draft: what then follows is of use only if that draft is right. Where proposals
+    come with each result, that is lost once, and what the steps behind gain decides.
 
     Args:
         group: The group.
         rows: Rows of the step.
         wanted: How many drafts of each slot it has room for.
         chances: The chances of each slot's drafts.
+        goes_on: Whether most of the slots had proposals with earlier results too, which have been right.
     """
-    costs, first = group.row_costs, int(bool(group.sent))
+    costs, first = group.row_costs, int(bool(group.sent) and not goes_on)
     each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)[first:]), reverse=True)
     if MARGIN * sum(each) <= rows * CERTAIN:
         return False

@@ -85,11 +85,12 @@ class Drafts:
         s, tokens = self._cache.sequences, result.draft_tokens.tolist()
         runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
         kept = dict[int, tuple[int, ...]]()
-        end = 0
+        end = going_on = 0
         for slot, count in zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True):
             first, end = end, end + count
             if self._rows.run[slot] != runs[slot] or not s.running[slot]:
                 continue
+            going_on += slot in group.expected
             group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
             most = min(count, self._wanted(group, slot, tokens[first:end]))
             request = self._requests.live[int(s.request[slot])]
@@ -97,8 +98,10 @@ class Drafts:
                 kept[slot] = tuple(tokens[first : first + most])
         if not kept or group.next_step < group.drafts_from:
             return
-        wanted = {slot: len(own) for slot, own in kept.items()}
-        if draft_choice.pays(group, group.running, wanted, {slot: self._chances(group, slot) for slot in kept}):
+        room = self._room(group) // len(kept)
+        wanted = {slot: min(room, len(own)) for slot, own in kept.items()}
+        chances = {slot: self._chances(group, slot) for slot in kept}
+        if draft_choice.pays(group, group.running, wanted, chances, goes_on=2 * going_on >= len(kept)):
             group.proposals |= kept
             group.steady = None
 

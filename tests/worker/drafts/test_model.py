@@ -123,7 +123,8 @@ def test_a_row_gets_about_as_many_drafts_as_it_accepts(drafter: ModelDrafter) ->
     assert count(0, 12) == 2
     assert count(None, 12) == MOST
     drafter.begin(0, i4(7), i4(), MOST)
-    assert len(by_slot(drafter.propose([0], {0: end()}))[0]) == FIRST, "another request of the slot"
+    found = len(by_slot(drafter.propose([0], {0: end()}))[0])
+    assert found > FIRST, "another request begins with the average"
 
 
 def tried(pacing: DraftPacing, now_ns: int, until_ns: int, rows: int = 3) -> list[int]:
