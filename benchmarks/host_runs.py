@@ -1,6 +1,6 @@
 """How many neighbouring host blocks a copy of the host tier has, under a mixed load, and what the books cost.
 
-    python -m benchmarks.host_runs [--file 8192] [--turns 12000] [--json FILE]
+    python -m benchmarks.host_runs [--file 8192] [--turns 3000] [--json FILE]
 
 The cache of the coordinator without a machine around it: conversations of random tokens begin and go on, decode side
 by side, and leave. Their lengths are between 4 and 512 blocks, evenly by magnitude; a turn adds 1 to 64 blocks of

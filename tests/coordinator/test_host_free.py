@@ -8,7 +8,7 @@ import pytest
 
 from kvforge.coordinator.core.cache.host_free import ALIGN, HEAP_SPARE, FreeBlocks
 from kvforge.coordinator.core.cache.host_node import NO_HOST_BLOCK
-from kvforge.coordinator.core.cache.host_tier import RUN_MAX, SPARE_SHARE, HostTier
+from kvforge.coordinator.core.cache.host_tier import HostTier
 from kvforge.coordinator.core.cache.host_tiers import HostTiers
 
 TOTAL = 64
@@ -54,7 +54,7 @@ def test_a_block_that_becomes_free_joins_its_neighbours() -> None:
     blocks = free(range(16, 20), range(21, 26))
     blocks.add(20)
     blocks.check_invariants()
-    assert blocks.end_of == {16: 26} and blocks.longest == 10
+    assert blocks.end_of == {16: 26}
 
 
 @pytest.mark.parametrize("numbers", [[3, 3], [-1], [TOTAL]])
@@ -124,33 +124,13 @@ def test_a_chain_has_neighbours_in_its_order() -> None:
     assert saved(tier, 2, 10) == [*range(16, 26)], "behind room for the first one"
 
 
-def test_entries_are_evicted_for_a_run_and_not_for_blocks_alone() -> None:
-    """The oldest chain leaves as far as a run needs, though enough blocks are free apart."""
-    tier = HostTiers(1, 9999).new("file", 48 * SPARE_SHARE)
-    for number in range(1, tier.total // 32 + 1):
-        saved(tier, number, 32)
-    assert tier.free == 0
-    first = tier.nodes[min(tier.nodes)].block
-    places = saved(tier, 999, RUN_MAX)
-    assert places == [*range(first, first + RUN_MAX)]
-    end = first + 2 * RUN_MAX
-    assert saved(tier, 1000, 3) == [end - 3, end - 2, end - 1], "three blocks alone, of the end of the next chain"
-    ends = [node_id for node_id in tier.cached_nodes() if not tier.nodes[node_id].children]
-    for node_id in ends[-8:]:
-        tier.drop(node_id)
-    evicted = tier.evicted_total
-    places = saved(tier, 1001, ALIGN)
-    assert places == [*range(places[0], places[0] + ALIGN)]
-    assert tier.evicted_total > evicted and tier.free > 8
-
-
-def test_no_entry_is_evicted_for_a_run_in_a_small_file() -> None:
-    tier = HostTiers(1, 99).new("file", SPARE_SHARE - 1)
+def test_blocks_that_a_request_evicts_become_neighbours() -> None:
+    tier = HostTiers(1, 9999).new("file", 64)
     for number in range(1, 5):
-        saved(tier, number, 5)
-    assert tier.free == SPARE_SHARE - 1 - 20 and tier.evicted_total == 0
-    saved(tier, 9, tier.free)
-    assert tier.free == 0 and tier.evicted_total == 0
+        saved(tier, number, 16)
+    assert tier.free == 0
+    assert saved(tier, 9, 24) == [*range(24, 32), *range(16)], "the oldest chain, behind the end of the next one"
+    assert (tier.free, tier.evicted_total) == (0, 24)
 
 
 def test_nodes_beyond_what_can_be_given_get_no_block() -> None:

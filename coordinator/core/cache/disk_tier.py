@@ -40,7 +40,7 @@ class DiskTier(HostTier):
 
     def __init__(self, total: int, nodes_max: int, shares: Shares | None = None, wipes: Wipes | None = None) -> None:
         super().__init__("", total, nodes_max, shares, wipes)
-        self._free, self._spare = FreeBlocks(0), 0
+        self._free = FreeBlocks(0)
         self.announced = False
         self.halves: set[int] = set()
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0

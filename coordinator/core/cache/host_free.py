@@ -2,7 +2,7 @@
 
 A worker moves neighbouring host blocks with one copy. So the blocks of a chain get neighbours: those behind its last
 one, or else of the smallest run that has enough, or of the longest. A block that becomes free joins the runs on both
-sides.
+sides. In a full file, a chain takes the blocks of the entries that give theirs up for it.
 
 A chain begins at a multiple of ALIGN, if there is one in the run. What is left behind the chain before it is for that
 chain to grow, and copies of so many blocks do not cross the border of a page-locked piece.
@@ -72,15 +72,9 @@ class FreeBlocks:
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the blocks, in order."""
-        self._join()
+        self.join()
         for begin in sorted(self.end_of):
             yield from range(begin, self.end_of[begin])
-
-    @property
-    def longest(self) -> int:
-        """The size of the longest run; 0 if none has a multiple of ALIGN."""
-        self._join()
-        return self._sizes[-1] if self._sizes else 0
 
     def add(self, block: int) -> None:
         """Add a block that is not free."""
@@ -90,7 +84,7 @@ class FreeBlocks:
         """Add blocks that are not free."""
         self._added.extend(blocks)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Let blocks that were added join the runs beside them: once for blocks that follow each other."""
         if not self._added:
             return
@@ -115,11 +109,6 @@ class FreeBlocks:
         free = [block for block in self if block not in blocks]
         return FreeBlocks.of(free, free[-1] + 1 if free else 0)
 
-    def has_behind(self, block: int, count: int) -> bool:
-        """Return whether the blocks behind one are the first ones of a run that has enough; -1: they are not."""
-        self._join()
-        return block >= 0 and self.end_of.get(block + 1, 0) - block > count
-
     def take(self, count: int, behind: int = -1, room: int = 0) -> list[int]:
         """Take blocks.
 
@@ -128,14 +117,24 @@ class FreeBlocks:
             behind: Begin behind this block if the next one is the first of a run that has enough; -1: anywhere.
             room: Neighbours that are wanted in another place, if they are more: the chain is going to grow.
 
+        Blocks that were added since `join` come last, in the opposite order: those of a chain that was evicted from its
+        end stay beside each other, whatever part of it a later chain takes.
+
         Returns:
             The blocks, those of a run in order.
         """
         assert count <= len(self), "more blocks than are free"
-        self._join()
+        if self._count < count:
+            last = self._added[: count - self._count]
+            del self._added[: len(last)]
+            before = [block for begin, end in sorted(self.end_of.items()) for block in range(begin, end)]
+            for begin in list(self.end_of):
+                self._cut(begin)
+            return before + last[::-1]
+        self.join()
         taken: list[int] = []
         begin = behind + 1
-        if not self.has_behind(behind, count):
+        if behind < 0 or self.end_of.get(begin, begin) - begin < count:
             begin = self._place(max(count, room)) if count else 0
         while count:
             end = self.end_of[begin]
@@ -197,7 +196,7 @@ class FreeBlocks:
 
     def check_invariants(self) -> None:
         """Check that runs do not touch, and that each can be found by its size."""
-        self._join()
+        self.join()
         runs = sorted(self.end_of.items())
         assert all(end < begin for (_, end), (begin, _) in pairwise(runs)), "runs that touch"
         assert self._count == sum(end - begin for begin, end in runs), "the number of free blocks"

@@ -26,16 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .hashing import Hashes
-from .host_free import ALIGN, FreeBlocks
+from .host_free import FreeBlocks
 from .host_lru import HostLru
 from .host_node import NO_HOST_BLOCK, HostNode, Tokens
 from .host_parts import part_tokens, part_value
 from .host_yield import HostYield
 from .tenants import Shares
 from .wipes import NO_TAG, Wipes
-
-SPARE_SHARE = 24  # 1 / SPARE_SHARE of the blocks may be free while entries are evicted for a longer run
-RUN_MAX = 32  # blocks of a run for which entries are evicted
 
 
 class HostTier:
@@ -80,7 +77,6 @@ class HostTier:
         self._last_node = 0
         self._by_value: dict[int, int] = {}
         self._free = FreeBlocks(total)
-        self._spare = total // SPARE_SHARE
         self._lru = HostLru()
         self._quarantine: list[int] = []
         self.to_wipe: list[int] = []
@@ -259,8 +255,7 @@ class HostTier:
         ends = nodes[0], nodes[-1]
         for node in ends:
             node.children += 1  # an entry that gives its block may be its only child, and must not take it along
-        if self._spare and not self._free.has_behind(behind, len(nodes)):
-            self._make_run(owners[0], len(nodes), room)
+        self._free.join()
         given = self._charge_each(owners)
         for node in ends:
             node.children -= 1
@@ -284,18 +279,6 @@ class HostTier:
                 usage[owner] = usage.get(owner, 0) + 1
             given += 1
         return given
-
-    def _make_run(self, owner: int, count: int, room: int) -> None:
-        """Evict entries until `count` neighbours are free, or a chain that grows has place, within the spare blocks.
-
-        A few blocks take what is free.
-        """
-        free, longest = self._free, min(max(count, min(room, ALIGN)), RUN_MAX)
-        most = self._spare + count
-        while longest >= ALIGN and len(free) < most and free.longest < longest:
-            for _ in range(max(ALIGN, count - len(free))):
-                if self._is_full(owner) or not self._evict_one(owner):
-                    return
 
     def _evict_one(self, owner: int) -> bool:
         """Evict the least recently used leaf that a tenant may take. Return False if there is none."""
