@@ -20,6 +20,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.host_free import FreeBlocks
 from tools.simulation.attributes import WATCHERS, attributes
 from tools.simulation.digest import PUBLISH_LISTS
 
@@ -114,6 +115,7 @@ def _reducer_of(cls: type) -> Callable[[Any], Reduction] | None:
 _REDUCERS: tuple[tuple[Any, Callable[[Any], Reduction]], ...] = (
     (FUNCTIONS, lambda _: NOTHING),
     ((np.generic, enum.Enum), lambda value: (list, (repr(value),))),
+    (FreeBlocks, lambda value: (list, tuple(value))),
     (msgspec.Struct, lambda value: (list, (type(value).__name__, msgspec.structs.astuple(value)))),
     (tuple, lambda value: (list, tuple(value))),
     (deque, lambda value: (list, (), None, iter(value))),
