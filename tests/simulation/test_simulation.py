@@ -108,6 +108,12 @@ def test_a_standstill_does_not_prolong_the_wait_for_workers_that_were_away_befor
     assert (outcome.error, outcome.actions) == ("", [crash, stand]), outcome.where
 
 
+def test_a_request_goes_on_behind_a_step_that_read_its_row_though_no_block_was_freed() -> None:
+    """Its row lost blocks that others hold too, so that none waits for the step's end."""
+    outcome = run_seed(77016, 2000, drafts=1.0)
+    assert not outcome.error, f"{outcome.error}\n{outcome.where}"
+
+
 @pytest.mark.parametrize(("watchdog", "problem"), [(workers.WATCHDOG_TIMEOUTS, ""), (1 << 40, "all workers are ready")])
 def test_ranks_that_hang_in_a_step_during_a_restart_are_ended_by_their_watchdogs(
     watchdog: int, problem: str, monkeypatch: pytest.MonkeyPatch
