@@ -140,7 +140,8 @@ def test_a_gpu_gives_the_bits_without_drafts(
     """From graphs and without them, beside a row without drafts."""
     monkeypatch.setattr("kvforge.worker.step.graphs.CAPTURE_USES", 0)
     model_type, fields = HYBRIDS[name]
-    settings = {"load_format": "dummy", "dtype": "bfloat16", "device": gpu(), "block_size": BLOCK_SIZE}
+    dtype = "float32" if name == "minimax" else "bfloat16"  # in 16 bits random weights are refused: 0.8 from float32
+    settings = {"load_format": "dummy", "dtype": dtype, "device": gpu(), "block_size": BLOCK_SIZE}
     model = load_model(write_config(model_type, **fields), **settings)
     model = replace(model, geometry=replace(model.geometry, draft_states=STATES))
     want, states = undrafted(model)
