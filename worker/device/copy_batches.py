@@ -58,7 +58,7 @@ class CopyBatches:
 
 
 def copy_batches_of(device: Device) -> CopyBatches | None:
-    """Return what queues batches of copies; None where the device, its driver or torch's build has none of it."""
+    """Return what queues batches of copies; None where the device, its driver or torch's build lacks them."""
     if device.kind != "cuda":
         return None
     try:

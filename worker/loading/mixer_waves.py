@@ -109,7 +109,7 @@ def _chained(batch: PagedBatch, rows: list[int], place: int) -> Wave:
 
 
 def _one_of_each(sources: list[int], states: list[int]) -> list[np.ndarray]:
-    """Cut the indices of rows so that each row is in a part behind that of the row whose state it goes on with.
+    """Cut the indices of rows so that each row is in a part behind that of the row that left its state.
 
     Args:
         sources: The first page of the state that each row goes on with.

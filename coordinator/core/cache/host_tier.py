@@ -270,7 +270,7 @@ class HostTier:
         return given
 
     def _charge_each(self, owners: list[int]) -> int:
-        """Charge tenants for a block each, and evict entries for them. Return for how many of them, from the first."""
+        """Charge tenants for a block each, from the first, and evict entries for them. Return how many were charged."""
         given, usage = 0, self.usage
         for owner in owners:
             if not self._may_take_free(owner, given) and not self._evict_one(owner):

@@ -237,7 +237,7 @@ class Residency:
             self._waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.done_step:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
-            group.pool.await_step(int(s.last_step[slot]))  # nothing else does if others hold all of its blocks
+            group.pool.await_step(int(s.last_step[slot]))  # nothing else does if others hold its blocks too
         self.forget_kv(np.array([slot]))
         return dead
 

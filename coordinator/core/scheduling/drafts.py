@@ -158,7 +158,7 @@ class Drafts:
         return self._over_state(group, slot, length - 1, proposal[:most]) if group.state_blocks and most > 0 else most
 
     def _over_state(self, group: Group, slot: int, start: int, proposal: Sequence[int]) -> int:
-        """Return how many drafts may be verified of a row with a recurrent state, whose next token is at `start`."""
+        """Return how many drafts of a row with a recurrent state may be verified, if its next token is at `start`."""
         stops = frozenset(self._rows.stops[slot].tolist())
         count = next((place for place, token in enumerate(proposal) if token in stops), len(proposal))
         size = self._cache.sequences.block_size
