@@ -151,7 +151,7 @@ class DraftGraphs:
         later.send(packed.size)
         waiting = later.on_device[: packed.size].view(packed.shape)
         for number in range(1, passes):
-            if not self._draft.device.queues:  # attention reads the batch on the host
+            if self._draft.device.computes_on_cores:  # attention reads the batch on the host
                 batch.lengthen(positions + np.int32(number + 1))
             read.copy_(waiting[number - 1])
             graph.captured.replay()

@@ -98,9 +98,10 @@ class Drafts:
                 kept[slot] = tuple(tokens[first : first + most])
         if not kept or group.next_step < group.drafts_from:
             return
-        room = self._room(group) // len(kept)
-        wanted = {slot: min(room, len(own)) for slot, own in kept.items()}
-        chances = {slot: self._chances(group, slot) for slot in kept}
+        room = self._room(group)
+        slots = self._with_states(group, [*kept], room)
+        wanted = {slot: min(room // len(slots), len(kept[slot])) for slot in slots}
+        chances = {slot: self._chances(group, slot) for slot in slots}
         if draft_choice.pays(group, group.running, wanted, chances, goes_on=2 * going_on >= len(kept)):
             group.proposals |= kept
             group.steady = None
@@ -167,6 +168,12 @@ class Drafts:
         wanted = self._cache.checkpoints.following(group, slot, int(self._rows.base[slot]), start)
         return min(count, wanted - start - 1)
 
+    def _with_states(self, group: Group, slots: list[int], room: int) -> list[int]:
+        """Return the slots that may have drafts: where there are fewer states than slots, those of the likeliest."""
+        if 0 < room < len(slots) and group.state_blocks:
+            return sorted(slots, key=lambda slot: -self._chances(group, slot).first)[:room]
+        return slots
+
     def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
         """Return the chances of a row's request, or of its group's requests while it has none."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
@@ -189,8 +196,7 @@ class Drafts:
         if prefilling:
             left = self._step_tokens_max - decodes.size
             room = min(room, left // 2, left - group.prompt_chunk)  # any less is no chunk of a state
-        if 0 < room < len(proposed) and group.state_blocks:  # few states, for the likeliest drafts
-            proposed = sorted(proposed, key=lambda slot: -self._chances(group, slot).first)[:room]
+        proposed = self._with_states(group, proposed, room)
         for slot in proposed:
             assert not s.pending[slot], "a row with drafts awaits a token"
             count = min(room // len(proposed), self._wanted(group, slot, group.proposals[slot]))

@@ -227,7 +227,7 @@ def test_only_the_device_asks_which_it_is() -> None:
     asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|\.queues\b")
     package = Path(worker.__file__).parent
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if asking.search(path.read_text())}
-    names = ("device", "queue", "side_queue", "capture", "exchange", "host_memory")
+    names = ("device", "queue", "side_queue", "capture", "exchange", "host_memory", "copy_batches")
     assert found == {f"device/{name}.py" for name in names}
 
 
