@@ -69,27 +69,28 @@ def copy_batches_of(device: Device) -> CopyBatches | None:
         result, found = version()
         if int(result) or found < FIRST_RUNTIME:
             return None
-    batches = CopyBatches(runtime, lambda: torch.cuda.current_stream(device.torch_device).cuda_stream)
-    problem = _problem_of(device, batches)
+    problem, batches = "", None
+    try:
+        batches = CopyBatches(runtime, lambda: torch.cuda.current_stream(device.torch_device).cuda_stream)
+        problem = _problem_of(device, batches)
+    except (AttributeError, RuntimeError, TypeError) as error:  # bindings of another version, or a driver that refuses
+        problem = str(error)
     if problem:
         log.warning("host tier: %s: %s; each block is copied by a call of its own", device.name, problem)
     return None if problem else batches
 
 
 def _problem_of(device: Device, batches: CopyBatches) -> str:
-    """Copy two numbers to the device and back; return what went wrong, or ""."""
+    """Copy two numbers to the device and back; return what is wrong with them, or "". Raises what `queue` does."""
     ours = device.host_buffer(4 * PROBE_BYTES, torch.uint8)
     ours.copy_(torch.arange(4 * PROBE_BYTES, dtype=torch.uint8))
     there = torch.zeros(2 * PROBE_BYTES, dtype=torch.uint8, device=device.torch_device)
     sizes, places = np.full(2, PROBE_BYTES), np.arange(2) * PROBE_BYTES
     device.synchronize()
-    try:
-        with torch.cuda.stream(torch.cuda.Stream(device.torch_device)):
-            batches.queue(there.data_ptr() + places[::-1], ours.data_ptr() + places, sizes)
-            batches.queue(ours.data_ptr() + 2 * PROBE_BYTES + places, there.data_ptr() + places, sizes)
-        device.synchronize()
-    except (RuntimeError, TypeError) as error:
-        return str(error)
+    with torch.cuda.stream(torch.cuda.Stream(device.torch_device)):
+        batches.queue(there.data_ptr() + places[::-1], ours.data_ptr() + places, sizes)
+        batches.queue(ours.data_ptr() + 2 * PROBE_BYTES + places, there.data_ptr() + places, sizes)
+    device.synchronize()
     halves = ours.view(4, PROBE_BYTES)
     right = torch.equal(halves[2], halves[1]) and torch.equal(halves[3], halves[0])
     return "" if right else "a batch of copies gave other bytes"

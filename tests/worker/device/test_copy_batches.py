@@ -49,6 +49,12 @@ class OnTheHost(FakeRuntime):
         return super().cudaMemcpyBatchAsync(targets, [source + self._wrong for source in sources], *others)
 
 
+class OfAnotherVersion(FakeRuntime):
+    """Bindings without a name that batches need."""
+
+    cudaMemcpySrcAccessOrder = SimpleNamespace()  # noqa: N815 - CUDA's name
+
+
 @pytest.mark.parametrize(
     ("runtime", "problem"),
     [
@@ -56,6 +62,7 @@ class OnTheHost(FakeRuntime):
         (OnTheHost(version=FIRST_RUNTIME - 10), None),
         (OnTheHost(result=801), "failed: 801"),
         (OnTheHost(wrong=1), "gave other bytes"),
+        (OfAnotherVersion(), "cudaMemcpySrcAccessOrderStream"),
         (None, None),
     ],
 )
