@@ -122,9 +122,10 @@ def test_an_eagle_head_of_another_model_is_refused(tmp_path: Path, model: Path) 
 
 @NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-def test_a_module_drafts_over_recurrent_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_a_module_drafts_over_recurrent_states(family: str, tmp_path: Path) -> None:
     """Its weights are random, and nearly all of its drafts are wrong: none leaves a trace in a state."""
-    model = write_mtp(tmp_path, "qwen3_next")
+    model = write_mtp(tmp_path, family)
     greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
     prompts = [[7 + number, 9, 31, 8 + number, 2, 88] for number in range(4)]
 
@@ -137,7 +138,7 @@ def test_a_module_drafts_over_recurrent_states(tmp_path: Path) -> None:
     worker = f"{MTP}draft_states = 16\n"
     with DraftingCluster(model=model, coordinator=COORDINATOR, worker=worker) as cluster:
         kv = cluster.start("w0")
-        assert kv.health().workers[0].kernels["drafts"].startswith("lookup, and the MTP module of qwen3_next")
+        assert kv.health().workers[0].kernels["drafts"].startswith(f"lookup, and the MTP module of {family}")
         assert answers(kv) == want
         drafted, accepted = counts(kv)
         assert drafted > accepted

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,98 @@ from tests.worker.loading.random_models import DESCRIBED, HYBRIDS, save
 LAYERS = 3  # of the models
 EPSILON = 1e-6
 WEIGHTS = "model.safetensors"
-# By family: the beginning of the module's names, then those of its own tensors.
-NAMES = {
-    "deepseek_v3": (f"model.layers.{LAYERS}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
-    "mimo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
-    "qwen3_next": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
-}
+
+
+@dataclass(frozen=True)
+class Module:
+    """How a family stores its multi-token prediction module.
+
+    Attributes:
+        begin: The beginning of the names of its tensors.
+        own: Its tensors before its layer: the norms of the embedding and of the hidden state, and the projection.
+        final_norm: Its final norm.
+        layer: The beginning of the names of its layer's tensors, behind `begin`.
+        fields: Fields of the layer's configuration that are not those of the model.
+        adds_one: Whether a stored norm is what is added to 1.
+        hidden_first: Whether the hidden state comes first in what is projected.
+        has_copies: Whether it has copies of the model's embeddings and head.
+        renamed: A part of its layer's names in transformers, and in the files.
+        is_composite: Whether the checkpoint is that of a model of images and text.
+    """
+
+    begin: str
+    own: tuple[str, str, str]
+    final_norm: str
+    layer: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    adds_one: bool = False
+    hidden_first: bool = False
+    has_copies: bool = False
+    renamed: tuple[str, str] = ("", "")
+    is_composite: bool = False
+
+
 FP8 = "deepseek_v3 in fp8"
-NAMES |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", FP8), NAMES["deepseek_v3"])
-ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
+_DEEPSEEK = Module(
+    f"model.layers.{LAYERS}.",
+    ("enorm", "hnorm", "eh_proj"),
+    "shared_head.norm",
+    fields={"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+    has_copies=True,
+)
+_QWEN = Module(
+    "mtp.",
+    ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
+    "norm",
+    "layers.0.",
+    {"layer_types": ["full_attention"]},
+    adds_one=True,
+)
+MODULES = {
+    "deepseek_v3": _DEEPSEEK,
+    FP8: _DEEPSEEK,
+    "ernie4_5_moe": Module(
+        "model.",
+        ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
+        "norm",
+        "mtp_block.0.",
+        {"moe_layer_start_index": 1},
+    ),
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "mimo": Module(
+        "model.mtp_layers.0.",
+        ("token_layernorm", "hidden_layernorm", "input_proj"),
+        "final_layernorm",
+        hidden_first=True,
+    ),
+    "mimo_v2_flash": Module(
+        "model.mtp.layers.0.",
+        ("enorm", "hnorm", "eh_proj"),
+        "final_layernorm",
+        fields={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
+    ),
+    "qwen3_5": replace(_QWEN, is_composite=True),
+    "qwen3_5_moe": replace(_QWEN, is_composite=True),
+    "qwen3_next": _QWEN,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+IMAGES = {
+    "image_token_id": 96,
+    "video_token_id": 95,
+    "vision_start_token_id": 94,
+    "vision_end_token_id": 93,
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "num_position_embeddings": 16,
+    },
+}
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -44,6 +127,8 @@ def fields_of(family: str) -> tuple[str, dict[str, Any]]:
     if family == FP8:
         return "deepseek_v3", LATENTS | {"num_key_value_heads": 4, "intermediate_size": 128, "rms_norm_eps": EPSILON}
     kind, fields = HYBRIDS[family] if family in HYBRIDS else DESCRIBED[family]
+    if MODULES[family].is_composite:  # as published, the small models share embeddings and head
+        fields = fields | {"rope_parameters": MROPE, "tie_word_embeddings": family == "qwen3_5"}
     return kind, fields | {"rms_norm_eps": EPSILON}
 
 
@@ -52,39 +137,36 @@ def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
 
     Args:
         folder: Where to make folders.
-        family: A key of NAMES.
+        family: A key of MODULES.
         seed: Of the module's weights.
 
     Returns:
-        The folder of the checkpoint. Beside it lies `layer`, the module's layer as a model of its own.
+        The folder of the checkpoint. Beside it lies `layer`, the module's layer as a model of its own; for a model of
+        images and text also its text part as a model of its own, and for one in fp8 the same numbers in float32.
     """
     kind, fields = fields_of(family)
-    place = save(folder / family, kind, fields)
-    one = {name: value for name, value in ONE_LAYER.items() if name == "num_hidden_layers" or name in fields}
-    if family == "qwen3_next":
-        one["layer_types"] = ["full_attention"]
-    layer = save(folder / "layer", kind, fields | one)
+    place, stored = save(folder / family, kind, fields), MODULES[family]
+    one = {name: value for name, value in stored.fields.items() if name in fields or name == "layer_types"}
+    layer = save(folder / "layer", kind, fields | one | {"num_hidden_layers": 1})
     tensors, module = load_file(place / WEIGHTS), load_file(layer / WEIGHTS)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
         module[name] = tensors[name]
     drawn = torch.Generator().manual_seed(seed)
     module |= {name: _other(name, weight, drawn) for name, weight in sorted(module.items()) if "layers." in name}
-    save_file(module, layer / WEIGHTS, {"format": "pt"})
     hidden = len(tensors["model.norm.weight"])
-    begin, (token_norm, hidden_norm, projection, final_norm) = NAMES[family]
+    begin, (token_norm, hidden_norm, projection) = stored.begin, stored.own
     for name in (token_norm, hidden_norm):
-        # Qwen3-Next stores what is added to 1.
-        middle = 0 if family == "qwen3_next" else 1
-        tensors[f"{begin}{name}.weight"] = middle + 0.3 * torch.randn(hidden, generator=drawn)
+        tensors[f"{begin}{name}.weight"] = 1 - stored.adds_one + 0.3 * torch.randn(hidden, generator=drawn)
     tensors[f"{begin}{projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=drawn) * hidden**-0.5
-    tensors[f"{begin}{final_norm}.weight"] = module["model.norm.weight"]
-    if family not in ("mimo", "qwen3_next"):  # copies of the model's, which are not read
+    module["model.norm.weight"] = tensors.setdefault(f"{begin}{stored.final_norm}.weight", module["model.norm.weight"])
+    save_file(module, layer / WEIGHTS, {"format": "pt"})
+    if stored.has_copies:  # these are not read
         tensors[f"{begin}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{begin}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     for name, weight in module.items():
         if name.startswith("model.layers.0."):
-            of_layer = "layers.0." if family == "qwen3_next" else ""
-            tensors[begin + of_layer + name.removeprefix("model.layers.0.")] = weight
+            own = name.removeprefix("model.layers.0.").replace(*stored.renamed)
+            tensors[begin + stored.layer + own] = weight
     save_file(tensors, place / WEIGHTS, {"format": "pt"})
     config = json.loads((place / "config.json").read_text())
     changed: dict[str, Any] = {"num_nextn_predict_layers": 1} | ({"model_type": "mimo"} if family == "mimo" else {})
@@ -92,7 +174,23 @@ def write_mtp(folder: Path, family: str, seed: int = 3) -> Path:
         _quantise(place, layer, begin)
         changed["quantization_config"] = BLOCKS
     (place / "config.json").write_text(json.dumps(config | changed))
+    if stored.is_composite:
+        _make_composite(place, family)
     return place
+
+
+def _make_composite(place: Path, family: str) -> None:
+    """Make a checkpoint that of a model of images and text, without its vision part, and keep the text's beside it."""
+    plain = place.with_name(f"{place.name} plain")
+    plain.mkdir()
+    for name in ("config.json", WEIGHTS):
+        (plain / name).write_bytes((place / name).read_bytes())
+    tensors = load_file(place / WEIGHTS)
+    moved = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    save_file(moved, place / WEIGHTS, {"format": "pt"})
+    text = json.loads((place / "config.json").read_text())
+    whole = {"model_type": family, "tie_word_embeddings": text["tie_word_embeddings"], "dtype": "float32", **IMAGES}
+    (place / "config.json").write_text(json.dumps(whole | {"text_config": text}))
 
 
 def _quantise(place: Path, layer: Path, begin: str) -> None:
@@ -173,10 +271,11 @@ class MtpReference(Reference):
     """A multi-token prediction module: its layer is a model of transformers with given inputs."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        place = folder / (f"{family} plain" if family == FP8 else family)
+        has_plain = family == FP8 or MODULES[family].is_composite
+        place = folder / (f"{family} plain" if has_plain else family)
         load = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.tensors = load_file(place / WEIGHTS)
-        self.family, self.begin = family, NAMES[family][0]
+        self.stored = MODULES[family]
         if family == "mimo":
             config = transformers.AutoConfig.from_pretrained(folder / "layer", num_hidden_layers=LAYERS)
             config.layer_types = ["full_attention"] * LAYERS
@@ -186,7 +285,7 @@ class MtpReference(Reference):
         self.layer = transformers.AutoModelForCausalLM.from_pretrained(folder / "layer", **load)
 
     def _own(self, index: int) -> torch.Tensor:
-        return self.tensors[f"{self.begin}{NAMES[self.family][1][index]}.weight"]
+        return self.tensors[f"{self.stored.begin}{self.stored.own[index]}.weight"]
 
     def hidden(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the model's final norm."""
@@ -196,9 +295,9 @@ class MtpReference(Reference):
     def run(self, tokens: Sequence[int], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Join the embedding with the hidden state, and run the layer; see `Reference.run`."""
         embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(tokens)]
-        more = 1 if self.family == "qwen3_next" else 0
+        more = int(self.stored.adds_one)
         parts = [rms(embedded, self._own(0) + more), rms(before, self._own(1) + more)]
-        joined = torch.cat(parts[::-1] if self.family == "mimo" else parts, -1) @ self._own(2).T
+        joined = torch.cat(parts[::-1] if self.stored.hidden_first else parts, -1) @ self._own(2).T
         hidden = self.layer.model(inputs_embeds=joined[None], use_cache=False).last_hidden_state[0]
         return self.layer.lm_head(hidden), hidden
 
@@ -333,7 +432,7 @@ def write_right_mtp(folder: Path, seed: int = 0, **fields: Any) -> Path:
             tensors[name.replace(".0.", f".{LAYERS}.", 1)] = weight.clone()
     projection = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1)
     projection[:, -1] = 100.0
-    begin = NAMES["glm4_moe"][0]
+    begin = MODULES["glm4_moe"].begin
     tensors |= {f"{begin}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm")}
     tensors |= {f"{begin}eh_proj.weight": projection}
     tensors |= {f"{begin}shared_head.norm.weight": first["model.norm.weight"].clone()}

@@ -107,8 +107,9 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
     family = None if is_composite(config) else family_of_class(model_class(config))
     is_described = family is not None
-    has_cut_blocks = family is not None and family.latent is not None  # transformers reads whole blocks only
-    if values["quant_method"] in DEQUANTISED and not (keeps and is_described) and not has_cut_blocks:
+    # transformers reads whole blocks and whole checkpoints only
+    reads_all = source.part is None and (family is None or family.latent is None)
+    if values["quant_method"] in DEQUANTISED and not (keeps and is_described) and reads_all:
         return None
     found = parse_format(values, source.name)
     if not is_described:

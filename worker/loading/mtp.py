@@ -10,7 +10,8 @@ A checkpoint may have several modules, each for one further token. The first one
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvforge.models.files import read_config, stored_tensors
@@ -20,7 +21,11 @@ from kvforge.protocol.errors import InvalidConfiguration
 from .report import PLAIN
 from .source import CheckpointPart, Source
 
-SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+# Tensors that a module has in common with its model: their names in a decoder, and those that files use.
+SHARED = {
+    "model.embed_tokens.weight": ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"),
+    "lm_head.weight": ("lm_head.weight",),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class MtpNames:
         final_norm: The norm before the vocabulary head.
         copies: Copies of the model's embedding and head, which are not read.
         hidden_first: Whether the hidden state comes first in what is projected.
+        renamed: Parts of the names of its layer's tensors, and transformers' names for these parts.
+        fields: Fields of the configuration that differ from those of the model's last layer.
     """
 
     module: str = "model.layers.{layers}."
@@ -46,19 +53,45 @@ class MtpNames:
     final_norm: str = "shared_head.norm"
     copies: tuple[str, ...] = ("embed_tokens", "shared_head.head")
     hidden_first: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEEPSEEK = MtpNames()
 MIMO = MtpNames(
     "model.mtp_layers.0.", "", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", (), True
 )
+MIMO_V2 = MtpNames(
+    "model.mtp.layers.0.",
+    final_norm="final_layernorm",
+    copies=(),
+    renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
+    fields={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+)
 QWEN = MtpNames("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ())
+# Its final norm is that of the model, and its layer has no experts.
+ERNIE = MtpNames(
+    "model.",
+    "mtp_block.0.",
+    "mtp_emb_norm.0",
+    "mtp_hidden_norm.0",
+    "mtp_linear_proj.0",
+    "norm",
+    (),
+    fields={"moe_layer_start_index": 1},
+)
 # By the model type of config.json.
 FAMILIES = {
     "deepseek_v3": DEEPSEEK,
+    "ernie4_5_moe": ERNIE,
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
     "mimo": MIMO,
+    "mimo_v2_flash": MIMO_V2,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_5_moe_text": QWEN,
+    "qwen3_5_text": QWEN,
     "qwen3_next": QWEN,
 }
 
@@ -73,15 +106,16 @@ def mtp_part(source: Source, config: Any) -> tuple[Source, Any]:
     Raises:
         InvalidConfiguration: Names `draft_model`: no names of modules are known for this kind of model.
     """
-    own = config_of_layer(config)
     if source.format == "dummy":
-        return source, own
+        return source, config_of_layer(config, FAMILIES.get(config.model_type, DEEPSEEK))
     names = names_of(source, config)
-    module = names.module.format(layers=config.num_hidden_layers)
-    others = {f"{module}{names.final_norm}.weight": "model.norm.weight"} | {name: name for name in SHARED}
+    module, stored = _module(names, config), stored_tensors(source.model_files)
+    others = {f"{module}{names.final_norm}.weight": "model.norm.weight"}
+    others |= {next((each for each in places if each in stored), own): own for own, places in SHARED.items()}
     front = (names.embedding_norm, names.hidden_norm, names.projection, *names.copies)
     left_out = frozenset(f"{module}{name}.weight" for name in front)
-    return replace(source, part=CheckpointPart(module + names.layer, others, left_out)), own
+    part = CheckpointPart(module + names.layer, others, left_out, names.renamed)
+    return replace(source, part=part), config_of_layer(config, names)
 
 
 def names_of(source: Source, config: Any) -> MtpNames:
@@ -107,11 +141,14 @@ def front_tensors(source: Source, config: Any) -> dict[str, StoredTensor]:
         InvalidConfiguration: Names `draft_model`: there is no module, or names its tensor that is missing, of another
             shape or quantised.
     """
-    names, hidden = names_of(source, config), config.hidden_size
-    module, stored = names.module.format(layers=config.num_hidden_layers), stored_tensors(source.model_files)
-    if not any(name.startswith(module) for name in stored):
-        problem = f"{source.name} has no tensors {module}*: leave it out, or use a checkpoint with them"
+    names, text = names_of(source, config), config.get_text_config(decoder=True)
+    module, hidden, stored = _module(names, config), text.hidden_size, stored_tensors(source.model_files)
+    if not any(name.startswith(module + names.layer) for name in stored):
+        problem = f"{source.name} has no tensors {module}{names.layer}*: leave it out, or use a checkpoint with them"
         raise InvalidConfiguration("draft_model", f"'mtp', but {problem}")
+    if getattr(text, "mtp_use_dedicated_embeddings", False):
+        problem = f"{source.name} has embeddings of its own for it (mtp_use_dedicated_embeddings), which are not read"
+        raise InvalidConfiguration("draft_model", f"'mtp', but {problem}: leave it out")
     wanted = {names.embedding_norm: (hidden,), names.hidden_norm: (hidden,), names.projection: (hidden, 2 * hidden)}
     found: dict[str, StoredTensor] = {}
     for name, shape in wanted.items():
@@ -122,12 +159,28 @@ def front_tensors(source: Source, config: Any) -> dict[str, StoredTensor]:
             problem = f"the tensor {whole} of {source.name} is {has}, and has to be plain numbers {list(shape)}"
             raise InvalidConfiguration("draft_model", f"'mtp', but {problem}: use another checkpoint")
         found[whole] = tensor
+    if f"{module}{names.projection}.bias" in stored:
+        problem = f"the tensor {module}{names.projection}.bias of {source.name} is not one of a known module"
+        raise InvalidConfiguration("draft_model", f"'mtp', but {problem}: leave it out")
     return found
 
 
-def config_of_layer(config: Any) -> Any:
-    """Return the configuration of a model of the module's layer alone: a layer like the last one."""
-    layers, own = config.num_hidden_layers, copy.deepcopy(config)
+def _module(names: MtpNames, config: Any) -> str:
+    """Return the beginning of the names of a module's tensors."""
+    return names.module.format(layers=config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def config_of_layer(config: Any, names: MtpNames) -> Any:
+    """Return the configuration of a model of the module's layer alone: a layer like the last one.
+
+    Of a model of more than text it is that of the text part, with what the whole states of the weights.
+    """
+    text = config.get_text_config(decoder=True)
+    own, layers = copy.deepcopy(text), text.num_hidden_layers
+    if text is not config:
+        own.dtype, own.tie_word_embeddings = config.dtype or own.dtype, config.tie_word_embeddings
+        if (declared := getattr(config, "quantization_config", None)) is not None:
+            own.quantization_config = declared
     for name, value in list(vars(own).items()):
         if isinstance(value, list) and len(value) == layers:
             setattr(own, name, value[-1:])
@@ -135,6 +188,8 @@ def config_of_layer(config: Any) -> Any:
         own.first_k_dense_replace = 0  # the module has experts
     if "linear_attention" in (getattr(own, "layer_types", None) or ()):
         own.layer_types = ["full_attention"]  # a module has no recurrent layer
+    for name, value in names.fields.items():
+        setattr(own, name, value)
     own.num_hidden_layers = 1
     return own
 

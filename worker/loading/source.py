@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +32,13 @@ class CheckpointPart:
         layer: The beginning of the names of its layer's tensors.
         others: Its other tensors: names in the files, and in the model.
         left_out: Tensors that begin like the layer's and do not belong to it.
+        renamed: Parts of the names of its layer's tensors, in the files and in the model.
     """
 
     layer: str
     others: Mapping[str, str]
     left_out: frozenset[str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def name(self, stored: str) -> str | None:
         """Return the name of a stored tensor in the model; None for one of another part."""
@@ -44,12 +46,19 @@ class CheckpointPart:
             return self.others[stored]
         if stored in self.left_out or not stored.startswith(self.layer):
             return None
-        return FIRST_LAYER + stored.removeprefix(self.layer)
+        name = stored.removeprefix(self.layer)
+        for part, own in self.renamed.items():
+            name = name.replace(part, own)
+        return FIRST_LAYER + name
 
     def stored_name(self, name: str) -> str:
         """Return the stored name of a tensor of the model."""
         found = next((stored for stored, own in self.others.items() if own == name), None)
-        return found or name.replace(FIRST_LAYER, self.layer, 1)
+        if found is not None:
+            return found
+        for part, own in self.renamed.items():
+            name = name.replace(own, part)
+        return name.replace(FIRST_LAYER, self.layer, 1)
 
 
 @dataclass(frozen=True)

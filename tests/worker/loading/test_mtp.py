@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
@@ -19,9 +20,12 @@ from kvforge.worker.loading.draft_model import join_head
 from kvforge.worker.loading.heads import DraftHead, MtpFront
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.mtp import names_of
 from kvforge.worker.loading.mtp_heads import load_mtp_head
+from kvforge.worker.loading.source import Source
 from kvforge.worker.loading.weight_bytes import weight_bytes
-from tests.worker.head_checkpoints import WEIGHTS, write_mtp
+from tests.worker.head_checkpoints import MODULES, WEIGHTS, write_mtp
+from tests.worker.loading.published_models import BLOCKS, fp8_blocks
 from tests.worker.loading.random_models import save
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -157,11 +161,116 @@ def test_further_layers_that_are_no_module_are_still_refused(glm: Path, cpu: Dev
 
 def test_families_without_known_modules_are_refused(tmp_path: Path, cpu: Device) -> None:
     place = save(tmp_path / "llama", "llama", {})
-    words = (
-        "heads are known of deepseek_v3, glm4_moe, glm4_moe_lite, mimo, qwen3_next, and llama is a model of type llama"
-    )
+    words = "heads are known of deepseek_v3, ernie4_5_moe, glm4_moe, .*, qwen3_next, and llama is a model of type llama"
     with pytest.raises(InvalidConfiguration, match=words):
         opened(place, cpu)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_module_of_qwen_3_5_is_that_of_the_whole_checkpoint_and_of_its_text_alone(
+    family: str, tmp_path: Path, cpu: Device
+) -> None:
+    """The published files have images too; the same weights as a model of text give the same module."""
+    whole = opened(write_mtp(tmp_path, family), cpu)[1]
+    text = opened(tmp_path / f"{family} plain", cpu)[1]
+    assert whole.info.name == f"the MTP module of {family}"
+    assert whole.decoder.layers[0].mixer is None
+    assert isinstance(whole.front, MtpFront)
+    assert isinstance(text.front, MtpFront)
+    assert whole.info.fingerprint == text.info.fingerprint
+    assert bool(whole.front.token_norm.offset) == bool(text.front.token_norm.offset)
+
+
+def test_experts_of_a_module_may_be_stored_together(tmp_path: Path, cpu: Device) -> None:
+    """Published files have both forms; those that transformers writes have each expert alone."""
+    place = write_mtp(tmp_path, "qwen3_5_moe")
+    alone = opened(place, cpu)[1]
+
+    def joined(tensors: dict[str, torch.Tensor]) -> None:
+        experts = "mtp.layers.0.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{experts}{number}.{name}_proj.weight") for number in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        tensors |= {f"{experts}gate_up_proj": torch.cat((gate, up), 1), f"{experts}down_proj": down}
+
+    assert opened(changed(place, joined), cpu)[1].info.fingerprint == alone.info.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("qwen3_5", "mtp.fc", r"the tensor mtp\.fc\.weight of qwen3_5 is missing, .* plain numbers \[64, 128\]"),
+        ("qwen3_5", "mtp.norm", r"missing: mtp\.norm\.weight"),
+        ("qwen3_5", "mtp.layers.0.self_attn.q_norm", r"missing: mtp\.layers\.0\.self_attn\.q_norm\.weight"),
+        (
+            "mimo_v2_flash",
+            "model.mtp.layers.0.pre_mlp_layernorm",
+            r"missing: model\.mtp\.layers\.0\.pre_mlp_layernorm\.weight",
+        ),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0", r"the tensor model\.mtp_linear_proj\.0\.weight of ernie4_5_moe is"),
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj", r"missing: model\.mtp_block\.0\.mlp\.up_proj\.weight"),
+    ],
+)
+def test_a_missing_tensor_of_each_family_has_its_own_name(
+    family: str, name: str, words: str, tmp_path: Path, cpu: Device
+) -> None:
+    place = changed(write_mtp(tmp_path, family), lambda tensors: tensors.pop(f"{name}.weight"))
+    with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
+        opened(place, cpu)
+
+
+def test_a_checkpoint_of_qwen_3_5_without_a_module_is_refused(tmp_path: Path, cpu: Device) -> None:
+    def without(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("mtp.")]:
+            del tensors[name]
+
+    with pytest.raises(InvalidConfiguration, match=r"but qwen3_5 has no tensors mtp\.layers\.0\.\*"):
+        opened(changed(write_mtp(tmp_path, "qwen3_5"), without), cpu)
+
+
+def test_a_module_with_parts_that_are_not_read_is_refused(tmp_path: Path, cpu: Device) -> None:
+    place = write_mtp(tmp_path, "qwen3_5")
+    file = place / "config.json"
+    config = json.loads(file.read_text())
+    text = config["text_config"] | {"mtp_use_dedicated_embeddings": True}
+    file.write_text(json.dumps(config | {"text_config": text}))
+    with pytest.raises(InvalidConfiguration, match=r"embeddings of its own for it \(mtp_use_dedicated_embeddings\)"):
+        opened(place, cpu)
+    file.write_text(json.dumps(config))
+    changed(place, lambda tensors: tensors.update({"mtp.fc.bias": torch.zeros(64)}))
+    with pytest.raises(InvalidConfiguration, match=r"the tensor mtp\.fc\.bias of qwen3_5 is not one of a known module"):
+        opened(place, cpu)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_moe"])
+def test_a_module_in_blocks_of_fp8_is_read_where_nothing_multiplies_these(
+    family: str, tmp_path: Path, cpu: Device
+) -> None:
+    """The model itself is dequantised by transformers, which does not know the module."""
+    place = write_mtp(tmp_path, family)
+    want = dict[str, torch.Tensor]()
+
+    def quantised(tensors: dict[str, torch.Tensor]) -> None:
+        for name, weight in list(tensors.items()):
+            if name.endswith(("q_proj.weight", "o_proj.weight")):
+                codes, want[name] = fp8_blocks(name, weight)
+                tensors.update(codes)
+
+    changed(place, quantised)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
+    _, head = opened(place, replace(cpu, kernels=False))
+    (found,) = (each for name, each in want.items() if "o_proj" in name and name.startswith(MODULES[family].begin))
+    assert torch.equal(head.decoder.layers[0].output.weight, found)
+
+
+@pytest.mark.parametrize("kind", ["glm_ocr", "glm4v_moe", "deepseek_v32", "minimax_m2"])
+def test_other_families_with_published_modules_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    source = Source("safetensors", tmp_path, tmp_path, (tmp_path / "config.json",))
+    with pytest.raises(InvalidConfiguration, match=f"is a model of type {kind}: leave it out"):
+        names_of(source, transformers.PretrainedConfig())
 
 
 def test_models_whose_hidden_states_are_not_seen_are_refused(tiny: Callable[..., LoadedModel]) -> None:

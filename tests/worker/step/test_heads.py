@@ -24,7 +24,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
 from tests.worker.head_checkpoints import (
     EAGLE,
-    NAMES,
+    MODULES,
     EagleReference,
     MtpReference,
     Reference,
@@ -110,7 +110,7 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("family", [*NAMES, EAGLE])
+@pytest.mark.parametrize("family", [*MODULES, EAGLE])
 def test_logits_are_those_of_the_definition(
     family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +142,7 @@ def test_logits_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("family", [*NAMES, EAGLE])
+@pytest.mark.parametrize("family", [*MODULES, EAGLE])
 def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     family: str, graphs: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
