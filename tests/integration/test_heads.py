@@ -13,7 +13,7 @@ import pytest
 
 from kvforge import Client, SamplingParams
 from kvforge.client.results import Finished
-from tests.worker.head_checkpoints import write_eagle, write_mtp, write_right_mtp
+from tests.worker.head_checkpoints import write_mtp, write_right_mtp
 from tests.worker.loading.random_models import NEEDS_CACHE
 from tools.cluster.cluster import Cluster
 
@@ -86,38 +86,6 @@ def test_the_host_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(
 
 def test_the_disk_tier_keeps_what_heads_store_and_a_worker_without_heads_misses(model: Path) -> None:
     check_disk_tier(model, MTP, 'draft_model = ""')
-
-
-def test_an_eagle_head_in_a_folder_drafts(tmp_path: Path) -> None:
-    """Its weights are random, and nearly all of its drafts are wrong."""
-    head = write_eagle(tmp_path)
-    greedy = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
-    prompts = [[7 + number, 9, 31, 8 + number, 2, 88] for number in range(4)]
-
-    def answers(kv: Client) -> list[tuple[object, ...]]:
-        requests = [kv.submit(prompt, max_tokens=40, sampling=greedy) for prompt in prompts]
-        return [bits(found) for found in results(requests)]
-
-    with Cluster(model=tmp_path / "model") as cluster:
-        want = answers(cluster.start("w0"))
-    worker = f'draft_model = "{head}"\n'
-    with DraftingCluster(model=tmp_path / "model", coordinator=COORDINATOR, worker=worker) as cluster:
-        kv = cluster.start("w0")
-        assert kv.health().workers[0].kernels["drafts"].startswith("lookup, and eagle3 in float32")
-        assert answers(kv) == want
-        drafted, accepted = counts(kv)
-        assert drafted > accepted
-
-
-def test_an_eagle_head_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
-    head = write_eagle(tmp_path)
-    with Cluster(model=model, coordinator=COORDINATOR, worker=f'draft_model = "{head}"\n') as cluster:
-        cluster.start_coordinator()
-        cluster.start_worker("w0")
-        assert cluster.end("w0") == 2
-        assert "draft_model: 'eagle3', an EAGLE-3 head: vocab_size = 97, and right-0 has 3000 tokens" in cluster.log(
-            "w0"
-        )
 
 
 @NEEDS_CACHE

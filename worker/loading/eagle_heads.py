@@ -145,9 +145,6 @@ def load_eagle_head(
     """
     found = find_source(source, load_format)
     refuse_unfit(model, found.name)
-    if model.geometry.states:
-        problem = f"{found.name!r}, but {model.info.name} has recurrent states: EAGLE-3 heads draft for models without"
-        raise InvalidConfiguration("draft_model", f"{problem}; leave it out")
     with refusing(found.name, "its EAGLE-3 head cannot be loaded"), model.device.errors("loading an EAGLE-3 head"):
         return _load(found, model, attention, seed)
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
-from kvforge.worker.attention.states import StateTensor
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.registry import Serving
 from kvforge.worker.loading import eagle_heads
 from kvforge.worker.loading.eagle_heads import is_eagle_head, load_eagle_head
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
-from tests.worker.head_checkpoints import EAGLE_TAPS, EAGLE_TOKENS, WEIGHTS, EagleReference, write_eagle
+from tests.worker.eagle_checkpoints import EAGLE_TAPS, EAGLE_TOKENS, EagleReference, write_eagle
+from tests.worker.head_checkpoints import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 BLOCK_SIZE = 4
@@ -174,8 +174,6 @@ def test_a_tensor_that_does_not_fit_is_named(
         load_eagle_head(head, model, "auto")
 
 
-def test_a_model_with_recurrent_states_is_refused(head: Path, model: LoadedModel) -> None:
-    state = StateTensor(0, "recurrent", (1, 2, 8), torch.float32)
-    recurrent = replace(model, geometry=replace(model.geometry, states=(state,)))
-    with pytest.raises(InvalidConfiguration, match="'eagle3', but model has recurrent states: EAGLE-3 heads draft for"):
-        load_eagle_head(head, recurrent, "auto")
+def test_a_model_whose_layers_are_not_seen_is_refused(head: Path, model: LoadedModel) -> None:
+    with pytest.raises(InvalidConfiguration, match="'eagle3', but model runs transformers' own layers, and heads read"):
+        load_eagle_head(head, replace(model, fused=None), "auto")

@@ -22,16 +22,8 @@ from kvforge.worker.loading.heads import DraftHead
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
-from tests.worker.head_checkpoints import (
-    EAGLE,
-    MODULES,
-    EagleReference,
-    MtpReference,
-    Reference,
-    write_eagle,
-    write_mtp,
-    write_right_mtp,
-)
+from tests.worker.eagle_checkpoints import EAGLE, MIXED, EagleReference, write_eagle
+from tests.worker.head_checkpoints import MODULES, MtpReference, Reference, write_mtp, write_right_mtp
 from tests.worker.step.test_draft_model import drafted_answers, drafter_of, nan_pool, proposed, without_lookup
 from tests.worker.step.test_drafts import (
     BLOCKS,
@@ -48,6 +40,8 @@ from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 GREEDY = SAMPLINGS["greedy"]
+# The MTP modules of families, and EAGLE-3 heads for models without and with recurrent states.
+FAMILIES = [*MODULES, EAGLE, *(f"{EAGLE} {family}" for family in MIXED)]
 
 
 @dataclass
@@ -69,17 +63,19 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
     def make(family: str, kernels: bool = True) -> Headed:
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            write = write_eagle if family == EAGLE else partial(write_mtp, family=family)
+            write = partial(write_mtp, family=family)
+            if EAGLE in family:
+                write = write_eagle if family == EAGLE else partial(write_eagle, family=family.partition(" ")[2])
             write(folders[family])
         if (family, kernels) not in made:
-            source = folders[family] / ("model" if family == EAGLE else family)
+            source = folders[family] / ("model" if EAGLE in family else family)
             settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
             settings["device"] = replace(cpu, kernels=kernels)
             plain = load_model(source, **settings)
             if plain.geometry.states:
                 plain = replace(plain, geometry=replace(plain.geometry, draft_states=SLOTS * DRAFTS_MAX))
             reference: Reference
-            if family == EAGLE:
+            if EAGLE in family:
                 head, reference = (
                     load_eagle_head(folders[family] / EAGLE, plain, "auto"),
                     EagleReference(folders[family]),
@@ -110,7 +106,7 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("family", [*MODULES, EAGLE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_definition(
     family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +138,7 @@ def test_logits_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("family", [*MODULES, EAGLE])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     family: str, graphs: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
