@@ -38,6 +38,7 @@ LAYOUTS = (
     *(("int4", 32, "lows", 1), ("int4", 64, "lows", 1), ("int8", 16, "", 1), ("int8", 16, "lows", 1)),
     ("int8", 32, "lows", 1),
 )
+IN_FOUR_PARTS = LAYOUTS[7], LAYOUTS[8], LAYOUTS[15]  # int4, e2m1 and int8 with small groups: steps of 64 and 32 columns
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, each)))
 
 
@@ -207,19 +208,20 @@ def test_a_row_has_the_same_bits_in_any_company(layout: Layout, monkeypatch: pyt
     """Also where few tokens leave the parts of the inner dimension to the next operation."""
     if not DEVICE.runs_kernels:  # the interpreter's products have other bits for each shape of a tile
         monkeypatch.setattr(module, "tiles_of", lambda *_: module.StoredTiles(64, 16, 4, 2))
-    n, k, dtype = 64, 2048, DTYPES[-1]
+    n, dtype, launch = 64, DTYPES[-1], launched(multiprocessors=132)
+    parts = 4 if layout in IN_FOUR_PARTS else 2
+    k = depth_of(random_codes(n, 2048, layout), launch.target) * module.PART_STEPS * parts
     codes = random_codes(n, k, layout)
     x = torch.randn(70, k, dtype=dtype, device=DEVICE.torch_device)
-    launch = launched(multiprocessors=132)
-    assert parts_of(codes, n, launch.target) > 1
+    assert parts_of(codes, n, launch.target) == parts
     for divisible in (False, True):
         whole = stored_linear(launch, x, codes, None, torch.float32, divisible=divisible)
         assert len(whole) == 1
         for first, count in ((0, 1), (5, 1), (32, 1), (3, 16), (1, 20)):
-            parts = stored_linear(launch, x[first : first + count], codes, None, torch.float32, divisible=divisible)
-            assert (len(parts) > 1) == (divisible and count <= 20)
-            total = parts[0]
-            for each in parts[1:]:
+            found = stored_linear(launch, x[first : first + count], codes, None, torch.float32, divisible=divisible)
+            assert len(found) == (parts if divisible else 1)
+            total = found[0]
+            for each in found[1:]:
                 total = total + each
             assert torch.equal(total, whole[0, first : first + count])
 
