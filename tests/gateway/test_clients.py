@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ class Served:
     def __init__(self, cluster: Cluster, gateway: Gateway, kv: Client) -> None:
         self.cluster, self.gateway, self.kv = cluster, gateway, kv
         self.url = gateway.url
+
+    def openai_async(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def anthropic_async(self) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key="none", max_retries=0)
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
@@ -341,21 +348,21 @@ def test_structured_output_is_what_was_asked_for(served: Served) -> None:
         "additionalProperties": False,
     }
     shape: Any = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema, "strict": True}}
-    with served.openai() as client:
-        for seed in range(3):
-            said = client.chat.completions.create(
-                model=NAME, messages=QUESTION, response_format=shape, temperature=1.5, seed=seed, max_tokens=100
-            )
-            assert said.choices[0].finish_reason == "stop"
-            jsonschema.validate(json.loads(said.choices[0].message.content or ""), schema)
-        one = client.chat.completions.create(
-            model=NAME,
-            messages=QUESTION,
-            temperature=0,
-            max_tokens=20,
-            extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}},
-        )
-        assert one.choices[0].message.content == "Paris"
+
+    async def main() -> list[Any]:
+        """All at once: a step reads the weights once for all rows."""
+        async with served.openai_async() as client:
+            ask = partial(client.chat.completions.create, model=NAME, messages=QUESTION)
+            shaped = [ask(response_format=shape, temperature=1.5, seed=seed, max_tokens=100) for seed in range(3)]
+            choice = {"structured_outputs": {"choice": ["Rome", "Paris"]}}
+            return await asyncio.gather(*shaped, ask(temperature=0, max_tokens=20, extra_body=choice))
+
+    *answers, one = asyncio.run(main())
+    assert len(answers) == 3
+    for said in answers:
+        assert said.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(said.choices[0].message.content or ""), schema)
+    assert one.choices[0].message.content == "Paris"
 
 
 def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
@@ -365,59 +372,61 @@ def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
     city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
     with Gateway(served.cluster.runtime, tmp_path, settings) as gateway:
         tools = Served(served.cluster, gateway, served.kv)
-        weather: Any = {"type": "function", "function": {"name": "weather", "parameters": city, "strict": True}}
-        asked: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": [weather], "temperature": 0}
+
+        def asked(parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+            weather = {"type": "function", "function": {"name": "weather", "parameters": parameters, "strict": True}}
+            return {"model": NAME, "messages": QUESTION, "tools": [weather], "temperature": 0, **more}
+
+        closed = {**city, "additionalProperties": False}
+        shape: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": closed}}
+        forced = asked(city, tool_choice="required", parallel_tool_calls=False)
+        beside = {"temperature": 1.5, "response_format": shape, "parallel_tool_calls": False, "max_tokens": 100}
+
+        tool: Any = {"name": "weather", "input_schema": city}
+
+        async def streamed(client: openai.AsyncOpenAI) -> Any:
+            async with client.chat.completions.stream(**forced) as stream:
+                return await stream.get_final_completion()
+
+        async def main() -> list[Any]:
+            """All at once: a step reads the weights once for all rows."""
+            async with tools.openai_async() as client, tools.anthropic_async() as other:
+                message = other.messages.create(
+                    model=NAME,
+                    max_tokens=200,
+                    messages=QUESTION,
+                    tools=[tool],
+                    tool_choice={"type": "any", "disable_parallel_tool_use": True},
+                    extra_body={"temperature": 0},
+                )
+                create = client.chat.completions.create
+                together = [create(**asked(closed, **beside, seed=seed)) for seed in range(2)]
+                return await asyncio.gather(create(**forced), streamed(client), message, *together)
+
+        whole, final, message, *together = asyncio.run(main())
+        (call,) = whole.choices[0].message.tool_calls
+        assert call.type == "function" and call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), city)
+        assert whole.choices[0].finish_reason == "tool_calls"
+        (same,) = final.choices[0].message.tool_calls
+        assert same.function.arguments == call.function.arguments
+        assert len(together) == 2
+        for answer in together:  # together with tools: a call, or a text of that format
+            assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+            reply = answer.choices[0].message
+            texts = [called.function.arguments for called in reply.tool_calls or () if called.type == "function"]
+            for text in texts or [reply.content or ""]:
+                jsonschema.validate(json.loads(text), closed)
+        (block,) = message.content
+        assert block.type == "tool_use" and message.stop_reason == "tool_use"
+        jsonschema.validate(block.input, city)
         with tools.openai() as client:
-            whole = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
-            (call,) = whole.choices[0].message.tool_calls or ()
-            assert call.type == "function" and call.function.name == "weather"
-            jsonschema.validate(json.loads(call.function.arguments), city)
-            assert whole.choices[0].finish_reason == "tool_calls"
-            with client.chat.completions.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
-                final = stream.get_final_completion()
-            (streamed,) = final.choices[0].message.tool_calls or ()
-            assert streamed.function.arguments == call.function.arguments
+            said = whole.choices[0].message.model_dump(exclude_none=True)
+            result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
             answered = client.chat.completions.create(
-                **{**asked, "tools": [weather]},
-                tool_choice="none",
-                max_tokens=5,
-                extra_body={
-                    "messages": [
-                        *QUESTION,
-                        whole.choices[0].message.model_dump(exclude_none=True),
-                        {"role": "tool", "tool_call_id": call.id, "content": "warm"},
-                    ]
-                },
+                **asked(city, tool_choice="none", max_tokens=5, extra_body={"messages": [*QUESTION, said, result]})
             )
             assert answered.choices[0].message.content
-            closed = {**city, "additionalProperties": False}
-            shape: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": closed}}
-            weather["function"]["parameters"] = closed
-            for seed in range(2):  # together with tools: a call, or a text of that format
-                beside = client.chat.completions.create(
-                    **{**asked, "temperature": 1.5},
-                    seed=seed,
-                    response_format=shape,
-                    parallel_tool_calls=False,
-                    max_tokens=100,
-                )
-                assert beside.choices[0].finish_reason in ("stop", "tool_calls")
-                reply = beside.choices[0].message
-                texts = [called.function.arguments for called in reply.tool_calls or () if called.type == "function"]
-                for text in texts or [reply.content or ""]:
-                    jsonschema.validate(json.loads(text), closed)
-        with tools.anthropic() as other:
-            message = other.messages.create(
-                model=NAME,
-                max_tokens=200,
-                messages=QUESTION,
-                tools=[{"name": "weather", "input_schema": city}],
-                tool_choice={"type": "any", "disable_parallel_tool_use": True},
-                extra_body={"temperature": 0},
-            )
-            (block,) = message.content
-            assert block.type == "tool_use" and message.stop_reason == "tool_use"
-            jsonschema.validate(block.input, city)
 
 
 def test_two_hundred_streams_at_once(served: Served) -> None:
@@ -467,8 +476,11 @@ def test_who_hangs_up_or_gives_up_waiting_ends_the_request(served: Served) -> No
 def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, tmp_path: Path) -> None:
     """Killed in the middle of a stream; its successor continues after the last received event."""
     asked = {"messages": QUESTION, "max_tokens": 64, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
-    with Gateway(served.cluster.runtime, tmp_path, f'names = ["{NAME}"]\n') as gateway:
-        whole = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, headers={"idempotency-key": "undisturbed"})
+    answers, undisturbed = f"{served.url}/v1/chat/completions", {"idempotency-key": "undisturbed"}
+    with (
+        Gateway(served.cluster.runtime, tmp_path, f'names = ["{NAME}"]\n') as gateway,
+        httpx.stream("POST", answers, json=asked, headers=undisturbed, timeout=60) as whole,  # at the same time
+    ):
         last, text = 0, ""
         headers = {"idempotency-key": "killed"}
         with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked, headers=headers) as stream:
@@ -488,7 +500,7 @@ def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, 
             timeout=60,
         )
         text += "".join(piece for _, piece in numbered(rest.text.split("\n")))
-        assert text == "".join(piece for _, piece in numbered(whole.text.split("\n")))
+        assert text == "".join(piece for _, piece in numbered(whole.iter_lines()))
         assert rest.headers["x-request-id"] == stream.headers["x-request-id"]
 
 
