@@ -1,14 +1,16 @@
-"""The conformance prompts through client, coordinator and workers give transformers' tokens."""
+"""A real model in real processes: the conformance prompts give transformers' tokens, and shaped answers are valid."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from kvforge import Client, Request, SamplingParams
+from kvforge import Client, Request, SamplingParams, TextRequest
 from tools.cluster.cluster import Cluster
 
 pytestmark = pytest.mark.model
@@ -19,6 +21,17 @@ STEPS = len(CASES[0]["tokens"])
 AGAIN = 8  # steps of a further round: a wrong cached prompt shows in the first ones
 PREEMPTED = 32  # steps where the pools cannot hold all
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "languages": {"type": "array", "items": {"enum": ["Python", "C", "Rust"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "languages"],
+    "additionalProperties": False,
+}
 
 
 def check(case: dict[str, Any], tokens: tuple[int, ...], steps: int = STEPS) -> None:
@@ -56,6 +69,34 @@ def test_all_prompts_at_once_and_one_alone(smollm2: Cluster) -> None:
             kv.submit(case["prompt_tokens"], max_tokens=AGAIN, sampling=GREEDY, cache_salt="alone").result(120).tokens,
             AGAIN,
         )
+
+
+def test_a_real_model_answers_as_a_schema_says(smollm2: Cluster) -> None:
+    with smollm2.client() as kv:  # all at once: a step reads the weights once for all rows
+
+        def asked(prompt: str, max_tokens: int, **sampling: Any) -> TextRequest:
+            return kv.generate_stream(prompt, max_tokens=max_tokens, sampling=SamplingParams(**sampling))
+
+        persons = [
+            asked("Describe a programmer in one JSON object.", 120, json_schema=PERSON, **more)
+            for more in (
+                {"temperature": 0.0},
+                {"temperature": 1.0, "seed": 1},
+                {"temperature": 0.8, "seed": 2, "top_p": 0.9},
+            )
+        ]
+        date = asked("When did the war end?", 30, regex=r"\d{4}-\d\d-\d\d", seed=1)
+        sentence = 'start: ("yes" | "no") ", because " /[a-z ]{5,30}/ "."'
+        because = asked("Is water wet?", 40, grammar=sentence, temperature=0.0)
+        chosen = asked("Tell me a fact.", 60, json_object=True, temperature=0.0)
+        for answer in (person.result(300) for person in persons):
+            assert answer.finished.reason == "stop", answer.text
+            jsonschema.validate(json.loads(answer.text), PERSON)
+        dated = date.result(300)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", dated.text) and dated.finished.reason == "stop"
+        assert re.fullmatch(r"(yes|no), because [a-z ]{5,30}\.", because.result(300).text)
+        told = chosen.result(300)
+        assert told.finished.reason == "length" or isinstance(json.loads(told.text), dict)
 
 
 def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from typing import Any
 
 import pytest
 
-from kvforge import Client, InvalidRequest, Request, SamplingParams, TextRequest
+from kvforge import Client, InvalidRequest, Request, SamplingParams
 from kvforge.protocol.errors import KvforgeError
 from tests.worker.characters import EOS, encoded, text_of, write_characters
 from tools.cluster.cluster import Cluster
@@ -103,46 +102,3 @@ def test_what_cannot_be_served_fails_alone_and_is_told(shared: Shared) -> None:
     with pytest.raises(KvforgeError, match=r"sampling\.json_object: cannot be served: .* tokenizer"):
         kv.submit(PROMPT, sampling=SamplingParams(json_object=True)).result(WAIT_S)
     assert len(beside.result(WAIT_S).tokens) == 50
-
-
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "languages": {"type": "array", "items": {"enum": ["Python", "C", "Rust"]}, "minItems": 1, "maxItems": 3},
-    },
-    "required": ["name", "age", "languages"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.model
-def test_a_real_model_answers_as_a_schema_says(smollm2: Cluster) -> None:
-    import jsonschema
-
-    with smollm2.client() as kv:  # all at once: a step reads the weights once for all rows
-
-        def asked(prompt: str, max_tokens: int, **sampling: Any) -> TextRequest:
-            return kv.generate_stream(prompt, max_tokens=max_tokens, sampling=SamplingParams(**sampling))
-
-        persons = [
-            asked("Describe a programmer in one JSON object.", 120, json_schema=PERSON, **more)
-            for more in (
-                {"temperature": 0.0},
-                {"temperature": 1.0, "seed": 1},
-                {"temperature": 0.8, "seed": 2, "top_p": 0.9},
-            )
-        ]
-        date = asked("When did the war end?", 30, regex=r"\d{4}-\d\d-\d\d", seed=1)
-        sentence = 'start: ("yes" | "no") ", because " /[a-z ]{5,30}/ "."'
-        because = asked("Is water wet?", 40, grammar=sentence, temperature=0.0)
-        chosen = asked("Tell me a fact.", 60, json_object=True, temperature=0.0)
-        for answer in (person.result(WAIT_S) for person in persons):
-            assert answer.finished.reason == "stop", answer.text
-            jsonschema.validate(json.loads(answer.text), PERSON)
-        dated = date.result(WAIT_S)
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d", dated.text) and dated.finished.reason == "stop"
-        assert re.fullmatch(r"(yes|no), because [a-z ]{5,30}\.", because.result(WAIT_S).text)
-        told = chosen.result(WAIT_S)
-        assert told.finished.reason == "length" or isinstance(json.loads(told.text), dict)
