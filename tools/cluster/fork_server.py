@@ -203,6 +203,7 @@ def _import_all(imports: str) -> None:
             import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
             _import_what_any_model_needs()
+            _keep_library_pages()
         else:
             _import_services()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
@@ -268,6 +269,13 @@ def _import_what_any_model_needs() -> None:
         for kernel in vars(module).values():
             if isinstance(kernel, CpuKernel):
                 kernel.load()
+
+
+def _keep_library_pages() -> None:
+    """Let the children release no pages of libraries: this process maps them too, so that no memory would be freed."""
+    from kvforge.worker.device.device import Device
+
+    Device.release_libraries = lambda _: 0  # type: ignore[method-assign]
 
 
 def _import_services() -> None:
