@@ -275,7 +275,10 @@ def _keep_library_pages() -> None:
     """Let the children release no pages of libraries: this process maps them too, so that no memory would be freed."""
     from kvforge.worker.device.device import Device
 
-    Device.release_libraries = lambda _: 0  # type: ignore[method-assign]
+    def keep(self: Device) -> int:
+        return 0
+
+    Device.release_libraries = keep  # type: ignore[method-assign]
 
 
 def _import_services() -> None:
