@@ -1,7 +1,7 @@
 """Decode steps of described families on a GPU, beside the floor of the memory.
 
     python -m benchmarks.gpu_families [--models llama-3.1-8b,granite-3.3-8b,...] [--batches 1,16,64,256]
-        [--context 1024] [--layers 20] [--json FILE]
+        [--context 1024] [--layers 20] [--apart] [--json FILE]
 
 Dummy weights of known shapes in bfloat16; each time is of a replay of the step's graph in one process, without
 coordinator and sampling (`gpu_step` has these). floor = the larger of weight bytes over the read bandwidth and weight
@@ -9,7 +9,8 @@ operations over the matrix rate, plus K and V over the read bandwidth. Both rate
 are those of products; an embedding that is not the head is not read. A mixture of experts reads the distinct experts
 that its tokens choose, counted as they are for even chances. Layers with windows read their windows, and layers with
 latents (deepseek-v2-lite) read each latent once. Layers with a recurrent state (qwen3.5-35b-a3b) read and write it.
-`--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b, kimi-linear-48b-a3b).
+`--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b, kimi-linear-48b-a3b). `--apart` also measures each
+model with its shared experts as a dense block beside the others, in the same process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import gc
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.loading import fusion
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.probe import bound_options
@@ -70,9 +74,11 @@ def floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
     return (weights_s + (kv + states) / roof.read_bytes) * 1e6
 
 
-def load(name: str, device: Device, layers: int) -> LoadedModel:
-    """Load a model of dummy weights. layers: its first ones alone; 0: all."""
-    with tempfile.TemporaryDirectory() as folder:
+def load(name: str, device: Device, layers: int, apart: bool = False) -> LoadedModel:
+    """Load a model of dummy weights. layers: its first ones alone; 0: all. apart: with shared experts as a block."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patched:
+        if apart:
+            patched.enter_context(mock.patch.object(fusion, "beside_shared", return_value=None))
         source: str | Path = name
         if layers:
             config = json.loads((MODEL_CONFIGS / f"{name}.json").read_text()) | {"num_hidden_layers": layers}
@@ -83,11 +89,11 @@ def load(name: str, device: Device, layers: int) -> LoadedModel:
 
 
 def measure(
-    name: str, device: Device, roof: Roof, batches: list[int], context: int, layers: int
+    name: str, device: Device, roof: Roof, batches: list[int], context: int, layers: int, apart: bool
 ) -> list[dict[str, Any]]:
     """Measure one model."""
     began = time.monotonic()
-    model = load(name, device, layers)
+    model = load(name, device, layers, apart)
     loaded_s = time.monotonic() - began
     found = []
     for rows in batches if model.fused is not None else []:
@@ -99,7 +105,7 @@ def measure(
             print(f"{name}, {rows} rows: {error.message}", flush=True)
             continue
         found.append({"model": name, "batch": rows, "us": us, "floor_us": least_us, "load_s": loaded_s})
-        found[-1] |= {"layers": layers} if layers else {}
+        found[-1] |= ({"layers": layers} if layers else {}) | ({"shared": "apart"} if apart else {})
     determinism = model.info.determinism
     print(f"{name}: loaded in {loaded_s:.1f} s, fused: {model.fused is not None}, {determinism}", flush=True)
     return found
@@ -112,6 +118,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -120,11 +127,16 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for name in arguments.models.split(","):
         batches = [int(each) for each in arguments.batches.split(",")]
-        results += measure(name, device, roof, batches, arguments.context, arguments.layers)
-        gc.collect()
-        device.release_cached()
+        for apart in (False, True) if arguments.apart else (False,):
+            results += measure(name, device, roof, batches, arguments.context, arguments.layers, apart)
+            gc.collect()
+            device.release_cached()
     rows = [
-        [f"{each['model']} {each['batch']}", f"{each['us'] / 1e3:.2f}", f"{each['floor_us'] / each['us']:.0%}"]
+        [
+            f"{each['model']} {each['batch']}{' apart' if 'shared' in each else ''}",
+            f"{each['us'] / 1e3:.2f}",
+            f"{each['floor_us'] / each['us']:.0%}",
+        ]
         for each in results
     ]
     title = f"context {arguments.context}, {device.name}: {roof}; ms of a graph's replay"

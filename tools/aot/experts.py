@@ -27,17 +27,23 @@ FLOATS = (BF16, F16, F32)
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of experts. oss: gpt-oss's activation, transposed weights and biases."""
+    """A layout of experts.
+
+    oss: gpt-oss's activation, transposed weights and biases. shared: whether a shared expert is beside them.
+    """
 
     hidden: int
     inner: int
     oss: bool = False
+    shared: bool = False
 
 
 EVEN, UNEVEN, OSS = Layout(2048, 768), Layout(1000, 1000), Layout(2880, 2880, oss=True)
-USES = (*product((BF16, F16), (EVEN,)), (BF16, UNEVEN), (BF16, OSS), (F32, EVEN))
+SHARED = Layout(2048, 768, shared=True)
+USES = (*product((BF16, F16), (EVEN, SHARED)), (BF16, UNEVEN), (BF16, OSS), (F32, EVEN), (F32, SHARED))
 EXPERTS = (8, 32, 128, 256)
 CHOSEN = (2, 4, 8)
+SUMMED = (*CHOSEN, 9)  # with a shared expert of ranks
 OSS_GATING = Gating(Activation("clamped_swiglu", 1.702, 7.0), interleaved=True)
 ROUTERS = {
     "of Qwen3": (Router(8, normalises=True, dtype=BF16), 128, BF16, False),
@@ -52,7 +58,10 @@ ROUTERS = {
     ),
     "of GLM-4": (Router(8, "sigmoid", normalises=True, sum_added=1e-20), 128, F32, True),
     "of Llama 4": (Router(1, scores="", weights="sigmoid", dtype=BF16), 16, BF16, False),
+    "of Qwen3.5": (Router(8, normalises=True, dtype=BF16, shared=1), 256, BF16, False),
+    "of Qwen3-Next": (Router(10, normalises=True, dtype=BF16, shared=1), 512, BF16, False),
 }
+GATES = {"of Qwen3.5": 2048, "of Qwen3-Next": 2048}  # hidden sizes of routers with a gate of the shared expert
 
 
 def route_configurations(target: Target) -> list[Configuration]:
@@ -84,7 +93,7 @@ def grouped_configurations(target: Target) -> list[Configuration]:
 
 def sum_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `sum_kernel` on `target`."""
-    return distinct(_sum(target, *each) for each in product(FLOATS, CHOSEN, (2048, 1000)))
+    return distinct(_sum(target, *each) for each in product(FLOATS, SUMMED, (2048, 1000)))
 
 
 def _block_sizes(target: Target, dtype: torch.dtype = BF16) -> list[int]:
@@ -94,7 +103,8 @@ def _block_sizes(target: Target, dtype: torch.dtype = BF16) -> list[int]:
 def _route(target: Target, name: str) -> Configuration:
     router, experts, dtype, biased = ROUTERS[name]
     logits, bias = meta_tensor(1, experts, dtype=dtype), meta_tensor(experts, dtype=F32) if biased else None
-    return _one(target, f"route {name}", lambda: route(launched_on(target), logits, router, bias))
+    gated = [meta_tensor(1, GATES[name], dtype=dtype) for _ in range(2)] if name in GATES else []
+    return _one(target, f"route {name}", lambda: route(launched_on(target), logits, router, bias, None, *gated))
 
 
 def _sort(target: Target, experts: int, tokens: int, rows: int) -> Configuration:
@@ -120,22 +130,26 @@ def _products(target: Target, dtype: torch.dtype, layout: Layout, tokens: int, f
     biases = [meta_tensor(experts, each.shape[1], dtype=dtype) if layout.oss else None for each in (first, second)]
     gating = OSS_GATING if layout.oss else Gating(SILU)
     tiles = [tiles_for(max(16, tokens), each.shape[1], each.shape[2], dtype, target) for each in (first, second)]
+    block = [
+        meta_tensor(*each, dtype=dtype) if layout.shared else None for each in ((2 * inner, hidden), (hidden, inner))
+    ]
     x, inside = meta_tensor(rows, hidden, dtype=dtype), meta_tensor(rows * width, inner, dtype=dtype)
     weights = meta_tensor(rows, width, dtype=F32)
     label = f"experts {DTYPE_NAMES[dtype]} {hidden} x {inner}{' gpt-oss' * layout.oss}{' far' * far}"
+    label += " beside a shared one" * layout.shared
     label += " one token" if alone else f" by {tokens}"
     launch = launched_on(target)
     matrix = bool(target.matrix) and (dtype != F32 or target.matrix == "v_mfma")
     yield _one(
         target,
         f"{label} up",
-        lambda: multiply_up(launch, x, first, biases[0], gating, pairs, width, tiles[0]),
+        lambda: multiply_up(launch, x, first, biases[0], gating, pairs, width, tiles[0], block[0]),
         matrix,
     )
     yield _one(
         target,
         f"{label} down",
-        lambda: multiply_down(launch, inside, second, biases[1], weights, pairs, tiles[1]),
+        lambda: multiply_down(launch, inside, second, biases[1], weights, pairs, tiles[1], block[1]),
         matrix,
     )
 

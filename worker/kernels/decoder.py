@@ -380,7 +380,10 @@ class FusedDecoder:
             logits = ops.wide_linear(routed, gate.weight, gate.bias)
         else:
             logits = ops.linear(routed, gate.weight, gate.bias)
-        chosen, weights = ops.route(logits, experts.router, experts.choice_bias, experts.factors)
+        shared_gate = None
+        if experts.router.shared and experts.shared_gate is not None:
+            shared_gate = experts.shared_gate.weight
+        chosen, weights = ops.route(logits, experts.router, experts.choice_bias, experts.factors, normed, shared_gate)
         whole = whole or experts.shared is not None or self.ranks is not None
         run = ops.experts if whole else ops.expert_parts
         x = normed

@@ -17,18 +17,38 @@ Matrices = torch.Tensor | Sequence[torch.Tensor]  # one [n, k] per expert
 class ExpertMatrices:
     """The matrices of a layer's experts.
 
+    Shared experts, which every token uses, are numbered behind the others. They are columns of one dense block: shared
+    expert s has the rows [s n, (s + 1) n) of the block's gate and up, and these columns of its last matrix.
+
     Attributes:
         up: [experts, 2n, hidden] with the gate, or [experts, n, hidden]; also a view of [experts, hidden, 2n], or a
             list of packed matrices.
         up_bias: [experts, rows of `up`], or None.
         down: [experts, hidden, n], as `up`.
         down_bias: [experts, hidden], or None.
+        shared_up: [2 x shared x n, hidden] with the gate first, or [shared x n, hidden]; None: no shared experts.
+        shared_down: [hidden, shared x n]; None: no shared experts.
     """
 
     up: Matrices
     up_bias: torch.Tensor | None
     down: Matrices
     down_bias: torch.Tensor | None
+    shared_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+
+    @property
+    def shared(self) -> int:
+        """Number of shared experts."""
+        return 0 if self.shared_down is None else self.shared_down.shape[1] // self.down[0].shape[1]
+
+    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and the last matrix of an expert, which may be a shared one."""
+        cut = expert - len(self.up)
+        if self.shared_up is None or self.shared_down is None or cut < 0:
+            return self.up[expert], self.down[expert]
+        rows = self.shared_up.unflatten(0, (-1, self.shared, self.down[0].shape[1]))[:, cut]
+        return rows.flatten(0, 1), self.shared_down.chunk(self.shared, 1)[cut]
 
 
 def run_one_by_one(

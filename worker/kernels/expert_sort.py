@@ -23,7 +23,8 @@ RANKED = 64  # pairs that one program ranks
 COMPARED = 128  # pairs that they are compared with at a time
 COUNTED = 32  # the same for experts
 FIELDS = tl.constexpr(4)  # of a block: expert (-1: empty), begin, end, unused
-EMPTIED = tl.constexpr(128)  # blocks marked as empty at a time
+EMPTIED = tl.constexpr(128)  # blocks of shared experts, or without pairs, that are written at a time
+NO_EXPERT = tl.constexpr(0x7FFFFFFF)  # larger than the number of any expert
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,32 @@ def _write_blocks(blocks, count, begin, sizes, expert, TOKENS: tl.constexpr):
         tl.store(blocks + places * FIELDS, -1, mask=places < count)
 
 
-@triton.jit(do_not_specialize=["pairs", "count"])
+@triton.jit
+def _write_shared(blocks, tokens, experts, shared, begin, TOKENS: tl.constexpr):
+    """Write the blocks of shared experts, which all tokens chose, and return their number. begin: their first pair."""
+    each = (tokens + (TOKENS - 1)) // TOKENS
+    for start in range(0, shared * each, EMPTIED):
+        places = start + tl.arange(0, EMPTIED)
+        mask = places < shared * each
+        number = places // each
+        first = begin + number * tokens + (places % each) * TOKENS
+        at = blocks + places * FIELDS
+        tl.store(at, experts + number, mask=mask)
+        tl.store(at + 1, first, mask=mask)
+        tl.store(at + 2, tl.minimum(first + TOKENS, begin + (number + 1) * tokens), mask=mask)
+    return shared * each
+
+
+@triton.jit(do_not_specialize=["pairs", "count", "tokens", "experts", "shared"])
 def rank_kernel(
     chosen,
     order,
     blocks,
     pairs,
     count,
+    tokens,
+    experts,
+    shared,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     RANKED: tl.constexpr,
@@ -79,7 +99,8 @@ def rank_kernel(
     """Sort pairs by expert, then by number, and write the blocks. Grid: [1 + blocks of RANKED pairs].
 
     The first program writes the blocks. chosen: [pairs] int32, the pairs' experts. order: [pairs] int32. blocks:
-    [count, 4] int32. TOKENS: pairs of a block. EXPERTS: a power of two that holds all experts.
+    [count, 4] int32. experts: without the shared ones. TOKENS: pairs of a block. EXPERTS: a power of two that holds
+    `experts`.
     """
     let_next_start(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -92,22 +113,34 @@ def rank_kernel(
             others = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
             begin += tl.sum((others[None, :] < expert[:, None]).to(tl.int32), 1)
             sizes += tl.sum((others[None, :] == expert[:, None]).to(tl.int32), 1)
-        _write_blocks(blocks, count, begin, sizes, expert, TOKENS)
+        sizes = tl.where(expert < experts, sizes, 0)  # the shared ones' numbers may be below EXPERTS
+        first = _write_shared(blocks, tokens, experts, shared, pairs - shared * tokens, TOKENS)
+        _write_blocks(blocks + first * FIELDS, count - first, begin, sizes, expert, TOKENS)
     else:
         mine = (tl.program_id(0) - 1) * RANKED + tl.arange(0, RANKED)
         wanted = tl.load(chosen + mine, mask=mine < pairs, other=0)
         place = tl.zeros([RANKED], tl.int32)
         for start in range(0, pairs, COMPARED):
             places = start + tl.arange(0, COMPARED)
-            others = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
+            others = tl.load(chosen + places, mask=places < pairs, other=NO_EXPERT)
             less = others[None, :] < wanted[:, None]
             before = (others[None, :] == wanted[:, None]) & (places[None, :] < mine[:, None])
             place += tl.sum((less | before).to(tl.int32), 1)
         tl.store(order + place, mine, mask=mine < pairs)
 
 
-@triton.jit(do_not_specialize=["count", "experts"])
-def divide_kernel(bounds, blocks, count, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "tokens", "experts", "shared"])
+def divide_kernel(
+    bounds,
+    blocks,
+    count,
+    tokens,
+    experts,
+    shared,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Write the blocks of pairs that are sorted already. Grid: [1]. bounds: [experts + 1] int32, ends of experts."""
     let_next_start(OVERLAP)
     wait_for_inputs(OVERLAP)
@@ -115,10 +148,13 @@ def divide_kernel(bounds, blocks, count, experts, TOKENS: tl.constexpr, EXPERTS:
     inside = expert < experts
     begin = tl.load(bounds + expert, mask=inside, other=0)
     end = tl.load(bounds + expert + 1, mask=inside, other=0)
-    _write_blocks(blocks, count, begin, end - begin, expert, TOKENS)
+    first = _write_shared(blocks, tokens, experts, shared, tl.load(bounds + experts), TOKENS)
+    _write_blocks(blocks + first * FIELDS, count - first, begin, end - begin, expert, TOKENS)
 
 
-def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens_per_block: int) -> Blocks:
+def sort_by_expert(
+    launch: Launching, chosen: torch.Tensor, experts: int, tokens_per_block: int, shared: int = 0
+) -> Blocks:
     """Sort pairs by expert, and divide them into blocks.
 
     Args:
@@ -127,6 +163,8 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
             first in the order, and no block holds them.
         experts: Number of experts.
         tokens_per_block: Most pairs of a block.
+        shared: Further experts, which each token chose. Their pairs come last, and their blocks first, because these
+            are known without a count and take longest.
 
     Returns:
         The blocks.
@@ -134,7 +172,9 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
     pairs = chosen.numel()
     if len(chosen) == 1:
         return Blocks(chosen, chosen, pairs, alone=True)
-    count = blocks_max(pairs, experts, tokens_per_block)
+    tokens = len(chosen)
+    count = shared * ceil_div(tokens, tokens_per_block)
+    count += blocks_max(pairs - shared * tokens, experts, tokens_per_block)
     blocks = torch.empty((count, FIELDS.value), dtype=torch.int32, device=chosen.device)
     sizes = {"TOKENS": tokens_per_block, "EXPERTS": triton.next_power_of_2(experts)}
     if pairs > RANKED_MAX:
@@ -142,7 +182,9 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
         bounds = torch.searchsorted(
             by_expert, torch.arange(experts + 1, dtype=torch.int32, device=chosen.device), out_int32=True
         )
-        divide_kernel[(1,)](bounds, blocks, count, experts, **sizes, num_warps=4, **launch_options(launch.overlap))
+        divide_kernel[(1,)](
+            bounds, blocks, count, tokens, experts, shared, **sizes, num_warps=4, **launch_options(launch.overlap)
+        )
         return Blocks(places.int(), blocks, count, alone=False)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     rank_kernel[(1 + ceil_div(pairs, RANKED),)](
@@ -151,6 +193,9 @@ def sort_by_expert(launch: Launching, chosen: torch.Tensor, experts: int, tokens
         blocks,
         pairs,
         count,
+        tokens,
+        experts,
+        shared,
         **sizes,
         RANKED=RANKED,
         COMPARED=COMPARED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -58,9 +59,16 @@ def _compare_routes(experts: Experts, tokens: int, width: int, device: torch.dev
     ]
     if count % 2 == 0 and count // 2 >= width:
         routers.append(Router(width, scores="sigmoid", groups=2, groups_chosen=1))
+    gated: list[torch.Tensor] = []
+    if shared := experts.matrices.shared:
+        assert experts.matrices.shared_up is not None
+        hidden, dtype = experts.matrices.shared_up.shape[1], experts.matrices.shared_up.dtype
+        gated = [_random(rows, hidden, device=device).to(dtype) / hidden**0.5 for rows in (tokens, 1)]
+        routers += [replace(each, shared=shared) for each in routers[:2]]
     for router in routers:
+        given = gated if router.shared else []
         (chosen, weights), (wanted, factors_wanted) = (
-            each.route(logits, router, bias, factors) for each in (experts.operations, PlainOperations())
+            each.route(logits, router, bias, factors, *given) for each in (experts.operations, PlainOperations())
         )
         if not torch.equal(chosen, wanted):
             return "it chooses other experts than the reference"
@@ -70,21 +78,22 @@ def _compare_routes(experts: Experts, tokens: int, width: int, device: torch.dev
 
 
 def _compare_sorts(experts: Experts, tokens: int, width: int, device: torch.device) -> str:
-    count = len(experts.matrices.up)
-    chosen = _random(tokens, count, device=device).topk(width).indices.int()
+    count, shared = len(experts.matrices.up), experts.matrices.shared
+    chosen = _with_shared(_random(tokens, count, device=device).topk(width).indices.int(), count, shared)
     if tokens == 1:
         return ""
     operations = experts.operations
     assert isinstance(operations, FusedOperations), "the kernels run"
-    found = sort_by_expert(LaunchSettings(operations.target), chosen, count, BLOCK)
+    found = sort_by_expert(LaunchSettings(operations.target), chosen, count, BLOCK, shared)
     wanted, places = chosen.flatten().sort(stable=True)
     if not torch.equal(found.order.long(), places):
         return "the pairs have another order than the reference's"
     blocks = found.blocks.cpu().tolist()
     ranges = [(expert, begin, end) for expert, begin, end, _ in blocks if expert >= 0]
     expected = []
-    sizes = wanted.bincount(minlength=count).tolist()
-    for expert, size in enumerate(sizes):
+    sizes = wanted.bincount(minlength=count + shared).tolist()
+    for expert in (*range(count, count + shared), *range(count)):  # blocks of shared experts come first
+        size = sizes[expert]
         first = sum(sizes[:expert])
         expected += [(expert, at, min(at + BLOCK, first + size)) for at in range(first, first + size, BLOCK)]
     return "" if ranges == expected else "the blocks are not the reference's"
@@ -96,11 +105,20 @@ def _compare_experts(experts: Experts, tokens: int, width: int, device: torch.de
     numbers = torch.full((tokens + 3, down.shape[1]), float("nan"), dtype=down.dtype, device=device)
     x = numbers[:tokens].copy_(_random(tokens, down.shape[1], device=device))
     weights, chosen = _random(tokens, len(down), device=device).softmax(-1).topk(width)
+    shared = experts.matrices.shared
+    chosen = _with_shared(chosen, len(down), shared)
+    weights = torch.cat((weights, weights.new_full((tokens, shared), 0.5)), dim=1)
 
     def run(operations: LayerOperations) -> torch.Tensor:
         return operations.experts(x, chosen, weights, experts.matrices, activation, experts.interleaved)
 
     return _difference(run(experts.operations), run(PlainOperations()), TOLERANCE[down.dtype])
+
+
+def _with_shared(chosen: torch.Tensor, count: int, shared: int) -> torch.Tensor:
+    """Append the shared experts to the choices of all tokens."""
+    numbers = torch.arange(count, count + shared, dtype=chosen.dtype, device=chosen.device)
+    return torch.cat((chosen, numbers.expand(len(chosen), -1)), dim=1)
 
 
 def _random(rows: int, columns: int, device: torch.device) -> torch.Tensor:

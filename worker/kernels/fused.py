@@ -127,20 +127,21 @@ class FusedOperations:
         if not len(x):
             return torch.empty_like(x)[None]
         chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
-        experts, width = len(up), chosen.shape[1]
+        experts, width, shared = len(up), chosen.shape[1], matrices.shared
         gating = Gating(activation, gated=up.shape[1] == 2 * down.shape[2], interleaved=interleaved)
         up_codes, down_codes = codes_of(up), codes_of(down)
         if up_codes is not None and down_codes is not None:
+            assert not shared, "shared experts beside codes"
             tokens = stored_block_tokens(chosen.numel(), experts, self.target)
             pairs = sort_by_expert(self, chosen, experts, tokens)
             inner = stored_up(self, x, up_codes, matrices.up_bias, gating, pairs, width, tokens)
             return stored_down(self, inner, down_codes, matrices.down_bias, weights, pairs, tokens)
         even = is_even(*up.shape[1:]) and is_even(*down.shape[1:])
-        tokens = tokens_per_block(chosen.numel(), experts, x.dtype, self.target, even=even)
+        tokens = tokens_per_block(len(x) * (width - shared), experts, x.dtype, self.target, even=even)
         first, second = (tiles_for(tokens, each.shape[1], each.shape[2], x.dtype, self.target) for each in (up, down))
-        pairs = sort_by_expert(self, chosen, experts, tokens)
-        inner = multiply_up(self, x, up, matrices.up_bias, gating, pairs, width, first)
-        return multiply_down(self, inner, down, matrices.down_bias, weights, pairs, second)
+        pairs = sort_by_expert(self, chosen, experts, tokens, shared)
+        inner = multiply_up(self, x, up, matrices.up_bias, gating, pairs, width, first, matrices.shared_up)
+        return multiply_down(self, inner, down, matrices.down_bias, weights, pairs, second, matrices.shared_down)
 
     def linear(
         self,

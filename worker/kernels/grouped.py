@@ -65,10 +65,42 @@ def split_rows(total, ROWS: tl.constexpr, TOKENS: tl.constexpr, INTERLEAVED: tl.
     return tl.split(both)
 
 
-@triton.jit(do_not_specialize=["count", "tokens", "width"])
+@triton.jit
+def _rows_beside_shared(
+    weight,
+    shared,
+    expert,
+    experts,
+    cuts,
+    first,
+    n,
+    k,
+    DOWN: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Return the addresses [ROWS, 1] of the rows of an expert's tile; see ExpertMatrices for those of a shared one."""
+    local = tl.arange(0, ROWS)
+    is_shared = expert >= experts
+    cut, cuts = tl.where(is_shared, expert - experts, 0), tl.where(is_shared, cuts, 1)
+    all_rows = 2 * n if GATED else n
+    if is_shared:  # AMD's passes fail for a pointer that `where` chooses
+        weight = shared
+    at = weight + tl.where(is_shared, 0, expert).to(tl.int64) * all_rows * k
+    if DOWN:
+        return at + cut * k + (first + local)[:, None].to(tl.int64) * (cuts * k)
+    rows = first + cut * n + local
+    if GATED:
+        numbers: tl.constexpr = ROWS // 2
+        rows = first + cut * n + local % numbers + (local // numbers) * (cuts * n)
+    return at + rows[:, None].to(tl.int64) * k
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "width", "experts", "cuts"])
 def grouped_kernel(
     x,
     weight,
+    shared,
     bias,
     scales,
     order,
@@ -77,6 +109,8 @@ def grouped_kernel(
     count,
     tokens,
     width,
+    experts,
+    cuts,
     n,
     k,
     x_stride,
@@ -84,6 +118,7 @@ def grouped_kernel(
     limit,
     STEPS: tl.constexpr,
     DOWN: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -102,9 +137,10 @@ def grouped_kernel(
     """Multiply each block of pairs by the weights of its expert. Grid: [blocks x tiles of rows, blocks first].
 
     x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. weight: [experts, rows, k], or
-    [experts, k, rows] if TRANSPOSED, contiguous; rows: 2n if GATED, else n. bias: [experts, rows]. order, blocks: see
-    Blocks. width: experts per token. output: [pairs, n], or [width, tokens, n] if DOWN. scales: [pairs] float32,
-    factors of the output if DOWN. KIND, alpha, limit: see Activation; "": none. STEPS: steps of DEPTH in k. EVEN: the
+    [experts, k, rows] if TRANSPOSED, contiguous; rows: 2n if GATED, else n. shared: if SHARED, the matrix of `cuts`
+    shared experts, contiguous; see ExpertMatrices. bias: [experts, rows]. order, blocks: see Blocks. width: experts per
+    token. output: [pairs, n], or [width, tokens, n] if DOWN. scales: [pairs] float32, factors of the output if DOWN.
+    KIND, alpha, limit: see Activation; "": none. STEPS: steps of DEPTH in k. EVEN: the
     tiles divide n and k.
     """
     block = tl.program_id(0) % count
@@ -127,7 +163,10 @@ def grouped_kernel(
         # The inputs of `order` and `blocks` are ready: the kernel before has waited for them.
         expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if expert >= 0:
-            at_expert = at_rows + expert.to(tl.int64) * all_rows * k
+            if SHARED:
+                at_expert = _rows_beside_shared(weight, shared, expert, experts, cuts, first, n, k, DOWN, GATED, ROWS)
+            else:
+                at_expert = at_rows + expert.to(tl.int64) * all_rows * k
             lines = tl.arange(0, DEPTH // _LINE) * _LINE
             for step in tl.static_range(PREFETCH):
                 prefetch(at_expert + (lines + step * DEPTH)[None, :])
@@ -137,7 +176,10 @@ def grouped_kernel(
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
         return
-    at_rows += expert.to(tl.int64) * all_rows * k
+    if SHARED:
+        at_rows = _rows_beside_shared(weight, shared, expert, experts, cuts, first, n, k, DOWN, GATED, ROWS)
+    else:
+        at_rows += expert.to(tl.int64) * all_rows * k
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -199,6 +241,7 @@ def multiply_up(
     sorted_pairs: Blocks,
     width: int,
     tiles: GroupedTiles,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the activation of the product of each pair.
 
@@ -211,13 +254,15 @@ def multiply_up(
         sorted_pairs: The pairs by expert.
         width: Experts per token.
         tiles: Tile sizes.
+        shared: `ExpertMatrices.shared_up`, contiguous. Experts then have neither biases nor other strides.
 
     Returns:
         [pairs, n].
     """
     n = weight.shape[1] // 2 if gating.gated else weight.shape[1]
     output = torch.empty((len(x) * width, n), dtype=x.dtype, device=x.device)
-    _multiply(launch, x, weight, bias, None, gating, sorted_pairs, width, output, len(x), tiles)
+    cuts = 0 if shared is None else len(shared) // weight.shape[1]
+    _multiply(launch, x, weight, bias, None, gating, sorted_pairs, width, output, len(x), tiles, shared, cuts)
     return output
 
 
@@ -229,6 +274,7 @@ def multiply_down(
     weights: torch.Tensor,
     sorted_pairs: Blocks,
     tiles: GroupedTiles,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the weighted product of each pair.
 
@@ -240,13 +286,15 @@ def multiply_down(
         weights: [tokens, experts per token] float32, contiguous: of the router.
         sorted_pairs: The pairs by expert.
         tiles: Tile sizes.
+        shared: `ExpertMatrices.shared_down`, contiguous. Experts then have neither biases nor other strides.
 
     Returns:
         [experts per token, tokens, n]; the parts of experts that are AWAY are not written.
     """
     tokens, width = weights.shape
     output = torch.empty((width, tokens, weight.shape[1]), dtype=inner.dtype, device=inner.device)
-    _multiply(launch, inner, weight, bias, weights, None, sorted_pairs, width, output, tokens, tiles)
+    cuts = 0 if shared is None else shared.shape[1] // weight.shape[2]
+    _multiply(launch, inner, weight, bias, weights, None, sorted_pairs, width, output, tokens, tiles, shared, cuts)
     return output
 
 
@@ -262,11 +310,17 @@ def _multiply(
     output: torch.Tensor,
     tokens: int,
     tiles: GroupedTiles,
+    shared: torch.Tensor | None,
+    cuts: int,
 ) -> None:
     n, k = output.shape[-1], x.shape[1]
     transposed = not weight.is_contiguous()
     assert weight.transpose(1, 2).is_contiguous() or not transposed, "neither layout"
     gated = gating is not None and gating.gated
+    interleaved = gating is not None and gating.interleaved
+    if shared is not None:
+        assert bias is None and not transposed and not interleaved, "shared experts beside another layout"
+        assert shared.is_contiguous() and shared.dtype == weight.dtype and cuts > 0, (shared.shape, shared.dtype)
     numbers = tiles.rows // 2 if gated else tiles.rows
     steps = ceil_div(k, tiles.depth)
     prefetches = launch.overlap and scales is not None and not transposed and tiles.depth >= LINE
@@ -274,6 +328,7 @@ def _multiply(
     grouped_kernel[(sorted_pairs.count * ceil_div(n, numbers),)](
         x,
         weight,
+        weight if shared is None else shared,
         weight if bias is None else bias,
         x if scales is None else scales,
         sorted_pairs.order,
@@ -282,6 +337,8 @@ def _multiply(
         sorted_pairs.count,
         tokens,
         width,
+        len(weight),
+        cuts,
         n,
         k,
         x.stride(0),
@@ -289,10 +346,11 @@ def _multiply(
         0.0 if gating is None else gating.activation.limit,
         STEPS=steps,
         DOWN=gating is None,
+        SHARED=shared is not None,
         HAS_BIAS=bias is not None,
         KIND="" if gating is None else gating.activation.kind,
         GATED=gated,
-        INTERLEAVED=gating is not None and gating.interleaved,
+        INTERLEAVED=interleaved,
         TRANSPOSED=transposed,
         ALONE=sorted_pairs.alone,
         EVEN=even,

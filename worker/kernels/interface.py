@@ -164,6 +164,8 @@ class LayerOperations(StateOperations, Protocol):
         router: Router,
         bias: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of each token, independently of other tokens.
 
@@ -172,10 +174,14 @@ class LayerOperations(StateOperations, Protocol):
             router: The router.
             bias: [experts] float32, added to the scores for the choice only.
             factors: [experts] float32, factors of the weights.
+            x: [tokens, hidden], what `shared_gate` multiplies.
+            shared_gate: [1, hidden], contiguous. The sigmoid of its product is the weight of `router.shared` experts;
+                None: that weight is 1.
 
         Returns:
-            The experts [tokens, chosen] int32, in falling order of their scores, and their weights [tokens, chosen]
-            float32. With `router.held`: indices in this rank's experts, and AWAY for those of other ranks.
+            The experts [tokens, chosen + shared] int32, in falling order of their scores and with the shared ones last,
+            and their weights [tokens, chosen + shared] float32. With `router.held`: indices in this rank's experts, and
+            AWAY for those of other ranks.
         """
 
     def experts(

@@ -104,13 +104,13 @@ class MixtureOfExperts:
         gate: The router's weight [experts, hidden].
         router: The choice from its logits.
         choice_bias: [experts] float32, added to scores for the choice only; None: none.
-        matrices: Their matrices.
+        matrices: Their matrices, also those of shared experts if `router` chooses them.
         factors: [experts], a factor of each expert's weight (Gemma 4); None: none.
         activation: Applied to the gate of each expert.
         interleaved: Whether rows of gate and up alternate.
-        shared: Experts that every token uses, as one dense block; None: none.
+        shared: Experts that every token uses, as one dense block; None: none, or they are in `matrices`.
         scales_input: Whether the only expert's weight is a factor of its input, not of its result (Llama 4).
-        shared_gate: Projection to one number, whose sigmoid is the factor of `shared`; None: 1.
+        shared_gate: Projection to one number, whose sigmoid is the factor of shared experts; None: 1.
     """
 
     gate: Projection
@@ -128,6 +128,7 @@ class MixtureOfExperts:
         """Yield every weight of a product but the router's."""
         for matrices in (self.matrices.up, self.matrices.down):
             yield from (matrices,) if isinstance(matrices, torch.Tensor) else matrices
+        yield from (each for each in (self.matrices.shared_up, self.matrices.shared_down) if each is not None)
         if self.shared is not None:
             yield from self.shared.product_weights()
 

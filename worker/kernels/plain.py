@@ -21,7 +21,7 @@ from .packed_table import look_up
 from .partition import apply_aligned
 from .quantised import QuantisedWeight
 from .recurrent import SUM_MIN, Convolution, DeltaInputs, GatedDelta, PromptForm
-from .router import route
+from .router import Router, route
 from .row_counts import padded
 from .selective import SelectiveInputs, SelectiveSpace, advance_selective_plain
 from .state_space import StateSpace, StateSpaceInputs, advance_plain
@@ -35,7 +35,6 @@ class PlainOperations:
 
     kernels: tuple[str, ...] = ()
     look_up = staticmethod(look_up)
-    route = staticmethod(route)
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -111,6 +110,19 @@ class PlainOperations:
         """Implement `LayerOperations.activated`."""
         return activation.apply(self.product(x, weight, bias))
 
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: Router,
+        bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implement `LayerOperations.route`."""
+        logit = None if x is None or shared_gate is None else self.product(x, shared_gate, None)
+        return route(logits, router, bias, factors, logit)
+
     def experts(
         self,
         x: torch.Tensor,
@@ -121,17 +133,18 @@ class PlainOperations:
         interleaved: bool = False,
     ) -> torch.Tensor:
         """Implement `LayerOperations.experts`."""
-        up, up_bias, down, down_bias = matrices.up, matrices.up_bias, matrices.down, matrices.down_bias
+        up_bias, down_bias = matrices.up_bias, matrices.down_bias
 
         def run(expert: int, tokens: torch.Tensor) -> torch.Tensor:
             first = None if up_bias is None else up_bias[expert]
-            inner = self.product(tokens, up[expert], first)
-            if inner.shape[1] == down[expert].shape[1]:
+            up, down = matrices.of(expert)
+            inner = self.product(tokens, up, first)
+            if inner.shape[1] == down.shape[1]:
                 inner = activation.apply(inner)
             else:
                 halves = (inner[:, ::2], inner[:, 1::2]) if interleaved else inner.chunk(2, dim=-1)
                 inner = activation.gate(*halves)
-            return self.product(inner, down[expert], None if down_bias is None else down_bias[expert])
+            return self.product(inner, down, None if down_bias is None else down_bias[expert])
 
         return run_one_by_one(run, x, chosen, weights)
 

@@ -33,6 +33,8 @@ class Router:
         first_held: The first expert that this process holds (expert parallelism). Experts are numbered from it on, and
             the others are AWAY.
         held: The experts that this process holds; 0: all.
+        shared: Shared experts, which are chosen for each token behind the others. Their numbers follow those of all
+            experts, and their weight is 1, or the sigmoid of one more logit.
     """
 
     chosen: int
@@ -48,20 +50,29 @@ class Router:
     dtype: torch.dtype | None = None
     first_held: int = 0
     held: int = 0
+    shared: int = 0
 
     def __post_init__(self) -> None:
         assert self.scores in SCORES and self.weights in SCORES, (self.scores, self.weights)
         assert 1 <= self.groups_chosen <= self.groups, self.groups_chosen
         assert self.group_best in (1, 2), self.group_best
+        assert not self.held or not self.shared, "ranks that divide experts have shared ones apart"
 
 
 SCORES = ("", "softmax", "sigmoid")
 
 
 def route(
-    logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None, factors: torch.Tensor | None = None
+    logits: torch.Tensor,
+    router: Router,
+    bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
+    shared_logit: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `LayerOperations.route` in plain torch."""
+    """Implement `LayerOperations.route` in plain torch.
+
+    shared_logit: [tokens, 1], of the factor of the shared experts; None: that is 1.
+    """
     scores = _function(router.scores, logits.float())
     ranked = scores if bias is None else scores + bias.float()
     if router.groups > 1:
@@ -77,11 +88,25 @@ def route(
     if factors is not None:
         weights = weights * factors.float()[chosen]
     weights = weights * router.scaling
+    if router.shared:
+        chosen, weights = _with_shared(chosen, weights, router, logits.shape[1], shared_logit)
     rounded = weights if router.dtype is None else weights.to(router.dtype).float()
     if router.held:
         chosen = chosen - router.first_held
         chosen = torch.where((chosen >= 0) & (chosen < router.held), chosen, AWAY)
     return chosen.int(), rounded
+
+
+def _with_shared(
+    chosen: torch.Tensor, weights: torch.Tensor, router: Router, experts: int, logit: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append the shared experts to the choices and weights of all tokens."""
+    numbers = torch.arange(experts, experts + router.shared, device=chosen.device)
+    factor = weights.new_ones((len(weights), 1)) if logit is None else _function("sigmoid", logit.float())
+    return (
+        torch.cat((chosen, numbers.expand(len(chosen), -1)), dim=1),
+        torch.cat((weights, factor.expand(-1, router.shared)), dim=1),
+    )
 
 
 def _order(scores: torch.Tensor) -> torch.Tensor:

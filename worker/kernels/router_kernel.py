@@ -9,12 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
 from .router import AWAY, Router
 
+GATE_BLOCK = 1024  # numbers of x that the gate of shared experts is multiplied with at a time
 _AWAY = tl.constexpr(AWAY)
+_GATE_BLOCK = tl.constexpr(GATE_BLOCK)
 LOWEST = tl.constexpr(-(2**63))  # below the key of every score, NaN included
 
 
@@ -54,14 +57,31 @@ def _function(numbers, inside, axis: tl.constexpr, KIND: tl.constexpr):
         return numbers
 
 
-@triton.jit(do_not_specialize=["experts", "first_held", "held"])
+@triton.jit
+def _shared_factor(x, gate, hidden, STEPS: tl.constexpr, ROUNDED: tl.constexpr):
+    """Return the sigmoid of the product of x and gate [hidden]. STEPS: blocks of numbers."""
+    total = tl.zeros([_GATE_BLOCK], tl.float32)
+    for step in tl.static_range(STEPS):
+        columns = step * _GATE_BLOCK + tl.arange(0, _GATE_BLOCK)
+        numbers = tl.load(x + columns, mask=columns < hidden, other=0.0).to(tl.float32)
+        total += numbers * tl.load(gate + columns, mask=columns < hidden, other=0.0).to(tl.float32)
+    logit = tl.sum(total, 0).to(x.dtype.element_ty).to(tl.float32)
+    return (1.0 / (1.0 + tl.exp(-logit))).to(ROUNDED).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["experts", "first_held", "held", "shared", "x_stride", "hidden"])
 def route_kernel(
     logits,
     bias,
     factors,
+    x,
+    gate,
     chosen,
     weights,
     experts,
+    shared,
+    x_stride,
+    hidden,
     first_held,
     held,
     sum_added,
@@ -79,15 +99,17 @@ def route_kernel(
     GROUPS_CHOSEN: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    GATE_STEPS: tl.constexpr,
     ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Choose the experts of one token. Grid: [tokens].
 
-    logits: [tokens, experts], contiguous. bias, factors: [experts] float32. chosen: [tokens, CHOSEN] int32. weights:
-    [tokens, CHOSEN] float32. GROUP_BLOCK: a power of two that holds the experts of a group. CHOSEN_BLOCK, GROUPS_BLOCK:
-    likewise for the choices and the groups. ROUNDED: the dtype that the weights are rounded to. held: not 0.
-    Others: see Router.
+    logits: [tokens, experts], contiguous. bias, factors: [experts] float32. x: [tokens, hidden], x_stride elements from
+    token to token. gate: [hidden], of the shared experts. chosen: [tokens, CHOSEN + shared] int32. weights: likewise,
+    float32. GROUP_BLOCK: a power of two that holds the experts of a group. CHOSEN_BLOCK, GROUPS_BLOCK: likewise for the
+    choices and the groups. GATE_STEPS: blocks of x; 0: shared experts have no gate. ROUNDED: the dtype that the weights
+    are rounded to. held: not 0. Others: see Router.
     """
     let_next_start(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -142,8 +164,16 @@ def route_kernel(
     found = (found * scaling).to(ROUNDED).to(tl.float32)
     found_places -= first_held
     found_places = tl.where((found_places >= 0) & (found_places < held), found_places, _AWAY)
-    tl.store(chosen + token * CHOSEN + order, found_places, mask=counted)
-    tl.store(weights + token * CHOSEN + order, found, mask=counted)
+    first = token * (CHOSEN + shared)
+    tl.store(chosen + first + order, found_places, mask=counted)
+    tl.store(weights + first + order, found, mask=counted)
+    if shared > 0:
+        factor = 1.0
+        if GATE_STEPS > 0:
+            factor = _shared_factor(x + token * x_stride, gate, hidden, GATE_STEPS, ROUNDED)
+        for number in range(shared):
+            tl.store(chosen + first + CHOSEN + number, experts + number)
+            tl.store(weights + first + CHOSEN + number, factor)
 
 
 ROUNDED = {None: tl.float32, torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -155,18 +185,29 @@ def route(
     router: Router,
     bias: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
+    x: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `LayerOperations.route`."""
     tokens, experts = logits.shape
-    chosen = torch.empty((tokens, router.chosen), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, router.chosen), dtype=torch.float32, device=logits.device)
+    shape = (tokens, router.chosen + router.shared)
+    chosen = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    read, gate = (logits, logits) if x is None or shared_gate is None else (x, shared_gate)
+    assert read.stride(1) == 1 and gate.is_contiguous(), "the numbers of a row lie apart"
+    hidden = read.shape[1]
     route_kernel[(tokens,)](
         logits,
         logits if bias is None else bias,
         logits if factors is None else factors,
+        read,
+        gate,
         chosen,
         weights,
         experts,
+        router.shared,
+        read.stride(0),
+        hidden,
         router.first_held,
         router.held or experts,
         router.sum_added,
@@ -184,6 +225,7 @@ def route(
         GROUPS_CHOSEN=router.groups_chosen,
         GROUP_BEST=router.group_best,
         GROUP_BLOCK=triton.next_power_of_2(experts // router.groups),
+        GATE_STEPS=0 if shared_gate is None else ceil_div(hidden, GATE_BLOCK),
         ROUNDED=ROUNDED[router.dtype],
         num_warps=1 if experts <= 256 else 4,
         **launch_options(launch.overlap),

@@ -38,9 +38,11 @@ class WideOperations(PlainOperations):
         router: Router,
         bias: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        x: torch.Tensor | None = None,
+        shared_gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement `LayerOperations.route`."""
-        return super().route(logits, replace(router, dtype=None), bias, factors)
+        return super().route(logits, replace(router, dtype=None), bias, factors, x, shared_gate)
 
     def linear(
         self,

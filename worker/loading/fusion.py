@@ -49,6 +49,7 @@ from .mixtures import MixtureParts, packed_experts
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import WeightPacker
 from .reordered import ReorderedRows, halves_of_pairs, in_every_head
+from .shared_experts import beside_shared
 from .weight_stream import tensors_together
 
 # Share of all weights' bytes: 0.21 for SmolLM2-135M and Llama-3.2-1B, 0.28 for Qwen2.5-0.5B. A worker may hold 1.3
@@ -63,6 +64,7 @@ def fuse(
     attention: PagedAttention,
     packer: WeightPacker | None = None,
     ranks: Ranks | None = None,
+    is_packed_later: bool = False,
 ) -> FusedDecoder | None:
     """Make the fused form of a transformers model, which shares its weights.
 
@@ -74,6 +76,8 @@ def fuse(
         packer: Makes the weights that `operations` multiply (see `quantisation`). The original weights are released one
             by one, so no other object may hold them, such as an earlier fused form. None: use the weights as they are.
         ranks: The ranks with the other parts of the weights (see `split`).
+        is_packed_later: Whether another call will pack the weights. Shared experts are then apart, as they are when
+            packed, so that both forms round alike.
 
     Returns:
         The fused form; None if the table does not list the class.
@@ -84,6 +88,7 @@ def fuse(
     parts = parts_of(module)
     if parts is None or (ranks is not None and not parts.can_be_split):
         return None
+    parts = replace(parts, joins_shared=packer is None and not is_packed_later)
     family, config = parts.family, module.config
     split = _rows_of(module.lm_head) < module.get_input_embeddings().num_embeddings
     embedding_scale = _embedding_scale(module, family)
@@ -286,7 +291,7 @@ def _feed(
         return replace(_feed_forward(feed, found.activation, parts, packer), gate_factor=found.factors.gate)
     shared = parts.family.shared_of(layer, feed) if found.mixture.is_shared else None
     dense = None if shared is None else _feed_forward(shared, found.activation, parts, packer)
-    return _mixture(feed, found.mixture, dense, packer)
+    return _mixture(feed, found.mixture, dense, packer, parts.joins_shared)
 
 
 def _beside(layer: Any, found: LayerParts, packer: WeightPacker | None) -> ExpertsBeside | None:
@@ -332,21 +337,32 @@ def _feed_forward(feed: Any, activation: Activation, parts: DecoderParts, packer
 
 
 def _mixture(
-    owner: Any, found: MixtureParts, shared: FeedForward | None, packer: WeightPacker | None
+    owner: Any,
+    found: MixtureParts,
+    shared: FeedForward | None,
+    packer: WeightPacker | None,
+    joins_shared: bool = False,
 ) -> MixtureOfExperts:
     mixture = found.mixture
     experts = found.experts
+    gate = _join(owner, (mixture.shared_gate,), packer) if mixture.shared_gate else None
+    matrices = experts.matrices if packer is None else packed_experts(experts, packer)
+    router = found.router
+    if shared is not None and joins_shared and not router.held and not mixture.scales_input:
+        joined = beside_shared(matrices, shared, gate, found.activation, router.chosen)
+        if joined is not None:
+            matrices, router, shared = joined, replace(router, shared=joined.shared), None
     return MixtureOfExperts(
         gate=found.gate,
-        router=found.router,
+        router=router,
         choice_bias=found.choice_bias,
         factors=found.factors,
         scales_input=mixture.scales_input,
-        matrices=experts.matrices if packer is None else packed_experts(experts, packer),
+        matrices=matrices,
         activation=found.activation,
         interleaved=experts.interleaved,
         shared=shared,
-        shared_gate=_join(owner, (mixture.shared_gate,), packer) if mixture.shared_gate else None,
+        shared_gate=gate,
     )
 
 

@@ -208,7 +208,8 @@ def load_model(
     operations = choose_operations(device, torch_dtype)
     packs = isinstance(operations, PackedOperations)
     first = PlainOperations() if packs else operations
-    fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
+    later = packs or quantisation is not None
+    fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks, is_packed_later=later)
     if fused is None and has_codes(module):
         raise UnsupportedModel(
             found.name, "its weights are quantised, and its layers could not be described: see the log"

@@ -74,7 +74,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The small parts of a decoder; see `FusedDecoder`."""
+    """The small parts of a decoder; see `FusedDecoder`. joins_shared: whether shared experts are among the others."""
 
     family: Family
     layers: tuple[LayerParts, ...]
@@ -82,6 +82,7 @@ class DecoderParts:
     rotary: tuple[RotaryTable, ...]
     residual_scale: float
     input_norm: Norm | None = None
+    joins_shared: bool = False
 
     @property
     def can_be_split(self) -> bool:

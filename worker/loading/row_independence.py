@@ -136,13 +136,11 @@ def _even(module: Any, operations: LayerOperations, device: Device) -> None:
 
 def first_experts(module: Any, operations: LayerOperations, fused: FusedDecoder | None) -> Experts | None:
     """Return the first experts of a model that run as grouped products, in transformers' module or as described."""
+    mixtures = () if fused is None else (layer.mixture for layer in fused.layers)
+    if (mixture := next(filter(None, mixtures), None)) is not None:
+        return Experts(None, operations, mixture.matrices, mixture.activation, mixture.interleaved)
     found = (grouped_experts(part, operations) for part in module.modules() if is_experts(part))
-    if (experts := next(filter(None, found), None)) is not None or fused is None:
-        return experts
-    mixture = next(filter(None, (layer.mixture for layer in fused.layers)), None)
-    if mixture is None:
-        return None
-    return Experts(None, operations, mixture.matrices, mixture.activation, mixture.interleaved)
+    return next(filter(None, found), None)
 
 
 def packed_weights(module: Any) -> Iterator[torch.Tensor]:

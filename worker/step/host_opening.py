@@ -19,6 +19,7 @@ from kvforge.worker.loading.model import LoadedModel
 
 from .host_transfers import HostTransfers
 
+LAYERS_VERSION = 2  # raised when layers of any model compute K and V with other bits than before
 log = logging.getLogger("worker")
 
 
@@ -131,6 +132,7 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
         "determinism": config.determinism,
         **draft_parts(model.draft),
         "kvforge": __version__,
+        "layers": LAYERS_VERSION,
         "torch": torch.__version__,
     }
     if config.ranks > 1:

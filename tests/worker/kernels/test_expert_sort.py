@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under 
 LAUNCH = LaunchSettings(TARGETS["sm_90"])
 
 
-def covered(found: Blocks, experts: torch.Tensor, size: int) -> None:
-    """Check the order and the blocks of pairs of these experts."""
+def covered(found: Blocks, experts: torch.Tensor, size: int, first: int = 0) -> None:
+    """Check the order and the blocks of pairs of these experts. first: of the pairs of the first block."""
     assert torch.equal(found.order.long(), experts.sort(stable=True).indices)
     places: list[int] = []
     for expert, begin, end, _ in found.blocks.tolist():
@@ -27,7 +27,7 @@ def covered(found: Blocks, experts: torch.Tensor, size: int) -> None:
         assert 0 < end - begin <= size
         assert set(experts[found.order[begin:end].long()].tolist()) == {expert}
         places += range(begin, end)
-    assert places == list(range(len(experts)))
+    assert places == [*range(first, len(experts)), *range(first)]
 
 
 @pytest.mark.parametrize(("tokens", "width", "experts"), [(2, 1, 1), (2, 8, 8), (70, 3, 5), (65, 1, 128), (9, 2, 200)])
@@ -47,6 +47,16 @@ def test_crowded_experts(experts: list[int]) -> None:
 def test_many_pairs_are_sorted_by_torch() -> None:
     chosen = torch.randint(0, 5, (RANKED_MAX + 1, 1), generator=torch.Generator().manual_seed(0)).int()
     covered(sort_by_expert(LAUNCH, chosen, 5, 64), chosen.flatten().long(), 64)
+
+
+@pytest.mark.parametrize("experts", [3, 8, 200])
+@pytest.mark.parametrize(("tokens", "shared"), [(2, 1), (70, 2), (300, 1), (RANKED_MAX, 1)])
+def test_shared_experts_are_behind_the_others_in_blocks_before_them(tokens: int, shared: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, experts, generator=generator).topk(2).indices.int()
+    every = torch.cat((chosen, torch.arange(experts, experts + shared).int().expand(tokens, -1)), dim=1)
+    found = sort_by_expert(LAUNCH, every, experts, 16, shared)
+    covered(found, every.flatten().long(), 16, first=2 * tokens)
 
 
 def test_a_single_token_needs_no_sort() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from kvforge.protocol.errors import KernelError
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
@@ -20,6 +21,8 @@ from triton import knobs  # noqa: E402
 
 from kvforge.worker.device.targets import TARGETS  # noqa: E402
 from kvforge.worker.kernels.expert_sort import Blocks  # noqa: E402
+from kvforge.worker.kernels.experts import Experts  # noqa: E402
+from kvforge.worker.kernels.experts_selftest import experts_test  # noqa: E402
 from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it imports triton
 from kvforge.worker.kernels.grouped import multiply_down  # noqa: E402
 from kvforge.worker.kernels.grouped_tiles import is_even, tiles_for, tokens_per_block  # noqa: E402
@@ -43,9 +46,15 @@ class Layer:
     down_bias: torch.Tensor | None
     activation: Activation
     interleaved: bool
+    shared_up: torch.Tensor | None = None
+    shared_down: torch.Tensor | None = None
+
+    @property
+    def matrices(self) -> ExpertMatrices:
+        return ExpertMatrices(self.up, self.up_bias, self.down, self.down_bias, self.shared_up, self.shared_down)
 
     def run(self, operations: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        matrices = ExpertMatrices(self.up, self.up_bias, self.down, self.down_bias)
+        matrices = self.matrices
         found: torch.Tensor = operations.experts(x, chosen, weights, matrices, self.activation, self.interleaved)
         return found
 
@@ -60,13 +69,15 @@ def layer_of(
     oss: bool = False,
     biased: bool = False,
     whole: bool = False,
+    shared: int = 0,
 ) -> Layer:
-    """whole: numbers whose sums are exact in any order."""
+    """whole: numbers whose sums are exact in any order. shared: shared experts."""
     experts, hidden, inner = sizes
 
     def random(*shape: int) -> torch.Tensor:
         numbers = torch.randint(-2, 3, shape) / 8 if whole else torch.randn(shape) * shape[-1] ** -0.5
-        numbers[-1] = float("nan")
+        if len(shape) == 3:
+            numbers[-1] = float("nan")
         return numbers.to(dtype=dtype, device=device.torch_device)
 
     rows = 2 * inner if gated else inner
@@ -74,7 +85,8 @@ def layer_of(
     if oss:
         up, down = (each.transpose(1, 2).contiguous().transpose(1, 2) for each in (up, down))
     biases = (random(experts, rows), random(experts, hidden)) if biased else (None, None)
-    return Layer(up, biases[0], down, biases[1], activation, oss and gated)
+    blocks = (random(shared * rows, hidden), random(hidden, shared * inner)) if shared else (None, None)
+    return Layer(up, biases[0], down, biases[1], activation, oss and gated, *blocks)
 
 
 def tokens_of(
@@ -87,6 +99,10 @@ def tokens_of(
     scores = torch.randn(count, len(layer.up) - 1).exp()
     weights, chosen = scores.topk(width)
     weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
+    if shared := layer.matrices.shared:
+        numbers = torch.arange(len(layer.up), len(layer.up) + shared).expand(count, -1)
+        factors = torch.ones(count, shared) if whole else torch.rand(count, 1).expand(-1, shared)
+        chosen, weights = torch.cat((chosen, numbers), dim=1), torch.cat((weights, factors.to(dtype)), dim=1)
     return x, chosen.to(device.torch_device), weights.to(device.torch_device)
 
 
@@ -100,6 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gate first, biased": {"activation": Activation("gelu_tanh"), "biased": True},
     "not gated": {"activation": Activation("relu2"), "gated": False},
     "not gated, transposed": {"activation": Activation("gelu"), "gated": False, "oss": True},
+    "a shared one": {"shared": 1},
+    "two shared ones": {"shared": 2},
+    "two shared ones, not gated": {"activation": Activation("relu2"), "gated": False, "shared": 2},
 }
 
 
@@ -143,6 +162,65 @@ def test_company_does_not_matter(cpu: Device) -> None:
 
 
 @interpreted
+@torch.inference_mode()
+@pytest.mark.parametrize("shared", [1, 3])
+def test_company_does_not_matter_to_shared_experts(shared: int, cpu: Device) -> None:
+    torch.manual_seed(0)
+    layer = layer_of(cpu, torch.float32, (8, 64, 32), Activation("relu"), whole=True, shared=shared)
+    given = tokens_of(cpu, torch.float32, 300, layer, 3, whole=True)
+    operations = FusedOperations(cpu)
+    whole = layer.run(operations, *given)
+    assert near(whole, layer.run(PlainOperations(), *given), 1e-5)
+    for count in LADDER:
+        few = slice(300 - count, None)
+        assert torch.equal(layer.run(operations, *(each[few] for each in given)), whole[few]), count
+
+
+@interpreted
+@pytest.mark.parametrize("shared", [1, 2])
+def test_shared_experts_are_a_dense_block(shared: int, cpu: Device) -> None:
+    """The result is the sum of the others' and the block's own."""
+    torch.manual_seed(shared)
+    layer = layer_of(cpu, torch.float32, (6, 64, 32), shared=shared)
+    x, chosen, weights = tokens_of(cpu, torch.float32, 20, layer, 2)
+    others = replace(layer, shared_up=None, shared_down=None).run(PlainOperations(), x, chosen[:, :2], weights[:, :2])
+    assert layer.shared_up is not None and layer.shared_down is not None
+    gate, up = (x @ layer.shared_up.T).chunk(2, dim=1)
+    block = (torch.nn.functional.silu(gate) * up) @ layer.shared_down.T
+    assert near(layer.run(FusedOperations(cpu), x, chosen, weights), others + weights[:, 2:3] * block, 1e-5)
+
+
+class WithoutShared(FusedOperations):
+    """Leaves shared experts out."""
+
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *others: Any) -> torch.Tensor:
+        return super().experts(x, chosen, torch.where(chosen < 5, weights, 0.0), *others)
+
+
+class Ungated(FusedOperations):
+    """Chooses shared experts with weight 1."""
+
+    def route(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().route(*given[:4])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "problem"), [(FusedOperations, ""), (WithoutShared, "experts"), (Ungated, "router")], ids=str
+)
+def test_shared_experts_are_tested_at_start(kind: type[FusedOperations], problem: str, cpu: Device) -> None:
+    torch.manual_seed(0)
+    layer = layer_of(cpu, torch.float16, (6, 64, 32), shared=2)
+    matrices = replace(layer.matrices, up=layer.up[:5], down=layer.down[:5])
+    experts = Experts(None, kind(cpu), matrices, SILU)
+    if not problem:
+        experts_test(experts, cpu)
+        return
+    with pytest.raises(KernelError, match=problem):
+        experts_test(experts, cpu)
+
+
+@interpreted
 def test_all_tokens_of_one_expert_and_none(cpu: Device) -> None:
     layer = layer_of(cpu, torch.float16, (4, 64, 32))
     x, _, weights = tokens_of(cpu, torch.float16, 70, layer, 2)
@@ -166,9 +244,9 @@ def test_experts_of_other_ranks_add_nothing(case: str, count: int, cpu: Device, 
     try:
         parts = []
         for held in (slice(0, 3), slice(3, 7)):
-            matrices = (None if each is None else each[held] for each in (layer.up, layer.up_bias))
-            others = (None if each is None else each[held] for each in (layer.down, layer.down_bias))
-            mine = Layer(*matrices, *others, layer.activation, layer.interleaved)  # type: ignore[arg-type]
+            parts_of = ("up", "up_bias", "down", "down_bias")
+            given = {name: getattr(layer, name) for name in parts_of}
+            mine = replace(layer, **{name: None if each is None else each[held] for name, each in given.items()})
             here = (chosen >= held.start) & (chosen < held.stop)
             local = torch.where(here, chosen - held.start, AWAY)
             got, want = (mine.run(each, x, local, weights) for each in (FusedOperations(cpu), PlainOperations()))

@@ -41,7 +41,7 @@ from kvforge.worker.kernels.stored import StoredWeight
 from tools.aot import latent_layers, recurrent, recurrent_prompts, selective, state_space, stored
 from tools.aot.compilation import Configuration
 from tools.aot.configurations import configurations_of
-from tools.aot.experts import OSS_GATING, ROUTERS, Layout
+from tools.aot.experts import GATES, OSS_GATING, ROUTERS, Layout
 from tools.aot.layers import RANKS
 from tools.aot.specialise import recorded
 
@@ -352,7 +352,8 @@ def run_experts_of_codes(operations: FusedOperations, layout: stored.CodeLayout,
 def layouts(random: Random) -> Iterator[tuple[Layout, torch.dtype]]:
     for _ in range(3):
         hidden, inner = 256 * random.randint(1, 4), 128 * random.randint(2, 6)  # weights below 2 GiB
-        yield from ((Layout(hidden, inner), dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+        for dtype, shared in product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+            yield Layout(hidden, inner, shared=shared), dtype
         yield Layout(8 * random.randrange(1, 99, 2), 8 * random.randrange(1, 99, 2)), torch.bfloat16
         yield Layout(64 * random.randrange(5, 15, 2), 64 * random.randrange(5, 15, 2), oss=True), torch.bfloat16
 
@@ -370,12 +371,19 @@ def run_experts(operations: FusedOperations, layout: Layout, dtype: torch.dtype,
         up = torch.empty((experts, hidden, 2 * inner), dtype=dtype).transpose(1, 2)
         down = torch.empty((experts, inner, hidden), dtype=dtype).transpose(1, 2)
         up_bias, down_bias = torch.empty((experts, 2 * inner), dtype=dtype), torch.empty((experts, hidden), dtype=dtype)
-    for router, count, logits_dtype, biased in ROUTERS.values():
+    for name, (router, count, logits_dtype, biased) in ROUTERS.items():
         bias = torch.empty(count) if biased else None
-        operations.route(torch.empty((tokens, count), dtype=logits_dtype), router, bias)
+        gated = [torch.empty((rows, GATES[name]), dtype=logits_dtype) for rows in (tokens, 1) if name in GATES]
+        operations.route(torch.empty((tokens, count), dtype=logits_dtype), router, bias, None, *gated)
+    shared, width = random.choice(((1, 8), (2, 6))) if layout.shared else (0, width)
+    blocks = [
+        torch.empty(shape, dtype=dtype) if shared else None
+        for shape in ((2 * shared * inner, hidden), (hidden, shared * inner))
+    ]
+    width += shared
     chosen, weights = torch.empty((tokens, width), dtype=torch.int32), torch.empty((tokens, width))
     x = torch.empty((tokens, hidden), dtype=dtype)
-    matrices = ExpertMatrices(up, up_bias, down, down_bias)
+    matrices = ExpertMatrices(up, up_bias, down, down_bias, *blocks)
     operations.experts(x, chosen, weights, matrices, activation, layout.oss)
 
 

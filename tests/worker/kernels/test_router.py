@@ -202,6 +202,38 @@ def test_factors_of_experts(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("experts", [4, 5])
+def test_every_token_uses_shared_experts(experts: int, route: Route) -> None:
+    logits = torch.randn(3, experts, generator=torch.Generator().manual_seed(0))
+    chosen, weights = route(logits, Router(2, scores="sigmoid", normalises=True, scaling=3.0, shared=2))
+    alone = route(logits, Router(2, scores="sigmoid", normalises=True, scaling=3.0))
+    assert torch.equal(chosen[:, :2], alone[0]) and torch.equal(weights[:, :2], alone[1])
+    assert chosen[:, 2:].tolist() == [[experts, experts + 1]] * 3 and (weights[:, 2:] == 1.0).all()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("hidden", [64, 1024, 1500])
+def test_a_gate_weights_shared_experts(hidden: int, route: Route) -> None:
+    """Rounded where transformers rounds: the product and its sigmoid are of the model's dtype.
+
+    float16, because Triton's interpreter cuts off bits of bfloat16.
+    """
+    generator = torch.Generator().manual_seed(hidden)
+    x = torch.full((7, hidden + 8), float("nan"), dtype=torch.float16)[:, :hidden]
+    x.copy_(torch.randn(7, hidden, generator=generator))
+    gate = (torch.randn(1, hidden, generator=generator) * hidden**-0.5).to(torch.float16)
+    logits = torch.randn(7, 6, generator=generator)
+    router = Router(2, normalises=True, dtype=torch.float16, shared=1)
+    chosen, weights = route(logits, router, None, None, x, gate)
+    wanted = torch.sigmoid(torch.nn.functional.linear(x, gate))
+    assert (chosen[:, 2] == 6).all()
+    assert torch.allclose(weights[:, 2:], wanted.float(), rtol=2e-3) and weights[:, 2].unique().numel() > 1
+    assert torch.equal(weights, weights.to(torch.float16).float())
+    few = route(logits[3:4], router, None, None, x[3:4], gate)
+    assert all(torch.equal(one, whole[3:4]) for one, whole in zip(few, (chosen, weights), strict=True))
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_experts_of_other_ranks_are_away(route: Route) -> None:
     logits, factors = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([1.0, 2.0, 4.0, 8.0])
     found = [route(logits, Router(3, scores="", first_held=first, held=2), None, factors) for first in (0, 2)]

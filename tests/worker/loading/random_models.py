@@ -264,7 +264,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SHARED = {"shared_intermediate_size": 80}
-SHARED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "n_shared_experts": 2}
+SHARED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "n_shared_experts": 2}
 DESCRIBED |= {
     "deepseek_v2": (  # with latents of queries, and groups of experts
         "deepseek_v2",
@@ -299,7 +299,7 @@ DESCRIBED |= {
         {
             **HEADS,
             "moe_num_experts": 8,
-            "moe_k": 3,
+            "moe_k": 4,
             "moe_intermediate_size": 48,
             "moe_num_shared_experts": 2,
             "moe_layer_start_index": 1,
