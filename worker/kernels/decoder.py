@@ -477,8 +477,7 @@ class FusedDecoder:
         projected, gate = ops.linear(normed, weight, bias), None
         if layer.is_query_gated:
             size = layer.heads * layer.head_size
-            gate = projected[:, size : 2 * size].contiguous()
-            projected = torch.cat((projected[:, :size], projected[:, 2 * size :]), dim=1)
+            gate, projected = projected[:, :size], projected[:, size:]
         return self.store(layer, projected, rotary, cache, batch), gate
 
     def store(

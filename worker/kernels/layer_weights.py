@@ -316,8 +316,7 @@ class FusedLayer:
             None: over K and V.
         mixer: A recurrent state in place of attention, with `projected` and `output` empty, or beside attention: both
             read the same norm, and the residual gets both results. None: it attends.
-        is_query_gated: Whether Q is followed by a gate of as many numbers, whose sigmoid is a factor of the heads'
-            results.
+        is_query_gated: Whether Q follows a gate of as many numbers, whose sigmoid is a factor of the heads' results.
         factors: Factors of inputs and results.
         normed_residual: Factors of what both results are added to; None: the residual as it is.
     """

@@ -348,6 +348,8 @@ class DeltaStep:
         delta: The rule.
         projections: The names of the projections to queries, keys and values, to the gate, to b and to a. Two names:
             the first has all but b and a, the second these two, and both are cut by heads of keys (Qwen3-Next).
+        orders: For two projections: the place of each number of queries, keys, values and the gate in the first, then
+            of b and a in the second, int64; see `orders_of`.
         space: None.
         selective: None.
         products: None.
@@ -356,6 +358,7 @@ class DeltaStep:
     convolution: Convolution
     delta: GatedDelta
     projections: tuple[str, ...]
+    orders: tuple[torch.Tensor, torch.Tensor] | None = None
     space: None = None
     selective: None = None
     products: tuple[()] = ()
@@ -369,19 +372,27 @@ class DeltaStep:
     ) -> torch.Tensor:
         """Implement `MixerStep.run`."""
         given = [projected[name] for name in self.projections]
-        mixed, gate, beta, decay = given if len(given) == 4 else self._by_kind(*given)
+        mixed, gate, beta, decay = given if self.orders is None else self._by_kind(given, self.orders)
         mixed = operations.convolve(mixed, states(CONVOLUTION), self.convolution)
         return operations.advance_delta(DeltaInputs(mixed, gate, beta, decay), states(RECURRENT), self.delta)
 
-    def _by_kind(self, numbers: torch.Tensor, factors: torch.Tensor) -> list[torch.Tensor]:
+    def _by_kind(
+        self, given: list[torch.Tensor], orders: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values, the gate, b and a of projections that are cut by heads of keys."""
-        delta, rows = self.delta, len(numbers)
-        values = delta.groups * delta.value_size
-        sizes = [delta.key_size, delta.key_size, values, values]
-        *mixed, gate = numbers.view(rows, delta.key_heads, -1).split(sizes, dim=2)
-        beta, decay = factors.view(rows, delta.key_heads, -1).chunk(2, dim=2)
-        joined = torch.cat([part.reshape(rows, -1) for part in mixed], dim=1)
-        return [joined, *(part.reshape(rows, -1) for part in (gate, beta, decay))]
+        numbers, factors = (each.index_select(1, order) for each, order in zip(given, orders, strict=True))
+        values = self.delta.value_heads * self.delta.value_size
+        mixed, gate = numbers.split((numbers.shape[1] - values, values), dim=1)
+        return mixed, gate, *factors.chunk(2, dim=1)
+
+
+def orders_of(delta: GatedDelta, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the order by kind of numbers that are cut by heads of keys, each with its query, key, values and gates."""
+    values = delta.groups * delta.value_size
+    sizes = (delta.key_size, delta.key_size, values, values)
+    places = torch.arange(delta.key_heads * sum(sizes), device=device).view(delta.key_heads, -1)
+    factors = torch.arange(2 * delta.value_heads, device=device).view(delta.key_heads, 2, -1)
+    return torch.cat([part.flatten() for part in places.split(sizes, dim=1)]), factors.transpose(0, 1).flatten()
 
 
 @dataclass(frozen=True)

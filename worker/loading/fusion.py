@@ -184,7 +184,7 @@ def _fuse_layer(
     orders: list[torch.Tensor | None] = [None] * len(names)
     if family.is_query_gated:
         others -= heads
-        orders[0] = torch.arange(2 * heads * head_size).view(heads, 2, head_size).transpose(0, 1).flatten()
+        orders[0] = torch.arange(2 * heads * head_size).view(heads, 2, head_size).transpose(0, 1).flip(0).flatten()
     if family.interleaved and rotary is not None:
         order = halves_of_pairs(2 * len(parts.rotary[rotary].frequencies), head_size)
         orders[:-1] = [in_every_head(order, getattr(attention, name).out_features) for name in names[:-1]]

@@ -27,6 +27,7 @@ from kvforge.worker.kernels.recurrent import (
     GatedDelta,
     MixerStep,
     StateSpaceStep,
+    orders_of,
 )
 from kvforge.worker.kernels.selective import SelectiveSpace
 from kvforge.worker.kernels.selective_step import SelectiveStep
@@ -61,8 +62,10 @@ def _gated_delta(mixer: Any) -> MixerStep | None:
         return None
     joined = ("in_proj_qkvz", "in_proj_ba")
     apart = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    names = joined if hasattr(mixer, joined[0]) else apart
-    return DeltaStep(_convolution(mixer.conv1d, has_silu=True), _delta(mixer), names)
+    convolution, delta = _convolution(mixer.conv1d, has_silu=True), _delta(mixer)
+    if hasattr(mixer, joined[0]):
+        return DeltaStep(convolution, delta, joined, orders_of(delta, convolution.weight.device))
+    return DeltaStep(convolution, delta, apart)
 
 
 def _kimi_delta(mixer: Any) -> MixerStep | None:
