@@ -1,7 +1,8 @@
 """Decode steps of described families on a GPU, beside the floor of the memory.
 
     python -m benchmarks.gpu_families [--models llama-3.1-8b,granite-3.3-8b,...] [--batches 1,16,64,256]
-        [--context 1024] [--layers 20] [--apart] [--json FILE]
+        [--context 1024] [--layers 20] [--apart] [--kernels]
+        [--json FILE]
 
 Dummy weights of known shapes in bfloat16; each time is of a replay of the step's graph in one process, without
 coordinator and sampling (`gpu_step` has these). floor = the larger of weight bytes over the read bandwidth and weight
@@ -10,7 +11,8 @@ are those of products; an embedding that is not the head is not read. A mixture 
 that its tokens choose, counted as they are for even chances. Layers with windows read their windows, and layers with
 latents (deepseek-v2-lite) read each latent once. Layers with a recurrent state (qwen3.5-35b-a3b) read and write it.
 `--layers` cuts models that do not fit the GPU (qwen3-next-80b-a3b, kimi-linear-48b-a3b). `--apart` also measures each
-model with its shared experts as a dense block beside the others, in the same process.
+model with its shared experts as a dense block beside the others, in the same process. `--kernels` lists the kernels of
+each step, how often they run and how long.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import gc
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,8 +38,9 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.probe import bound_options
 from kvforge.worker.loading.source import MODEL_CONFIGS
 
-from .gpu_layers import BLOCK_SIZE, measure_step
+from .gpu_layers import BLOCK_SIZE, decode_step, measure_step
 from .gpu_roof import Roof, measure_roof
+from .gpu_timing import captured
 from .report import report
 
 MODELS = "llama-3.1-8b,granite-3.3-8b,olmo-2-7b,phi-3-mini,gemma-3-12b"
@@ -88,10 +92,26 @@ def load(name: str, device: Device, layers: int, apart: bool = False) -> LoadedM
         return load_model(source, load_format="dummy", dtype="bfloat16", device=device, block_size=BLOCK_SIZE)
 
 
+def kernels_of(device: Device, run: Callable[[], None]) -> list[dict[str, Any]]:
+    """Return the kernels of a graph's replay: how many run, and their time together, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = captured(device, run, 1).captured
+    graph.replay()
+    device.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        graph.replay()
+        device.synchronize()
+    found = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)
+    kernels = [{"kernel": each.key[:60], "launches": each.count, "us": each.self_device_time_total} for each in found]
+    return [each for each in kernels if each["us"] > 0]
+
+
 def measure(
-    name: str, device: Device, roof: Roof, batches: list[int], context: int, layers: int, apart: bool
+    name: str, device: Device, roof: Roof, batches: list[int], arguments: argparse.Namespace, apart: bool
 ) -> list[dict[str, Any]]:
     """Measure one model."""
+    context, layers = arguments.context, arguments.layers
     began = time.monotonic()
     model = load(name, device, layers, apart)
     loaded_s = time.monotonic() - began
@@ -105,6 +125,9 @@ def measure(
             print(f"{name}, {rows} rows: {error.message}", flush=True)
             continue
         found.append({"model": name, "batch": rows, "us": us, "floor_us": least_us, "load_s": loaded_s})
+        if arguments.kernels:
+            with decode_step(model, model.fused, rows, context) as run:
+                found[-1]["kernels"] = kernels_of(device, run)
         found[-1] |= ({"layers": layers} if layers else {}) | ({"shared": "apart"} if apart else {})
     determinism = model.info.determinism
     print(f"{name}: loaded in {loaded_s:.1f} s, fused: {model.fused is not None}, {determinism}", flush=True)
@@ -119,6 +142,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -128,7 +152,7 @@ def main() -> None:
     for name in arguments.models.split(","):
         batches = [int(each) for each in arguments.batches.split(",")]
         for apart in (False, True) if arguments.apart else (False,):
-            results += measure(name, device, roof, batches, arguments.context, arguments.layers, apart)
+            results += measure(name, device, roof, batches, arguments, apart)
             gc.collect()
             device.release_cached()
     rows = [
@@ -139,6 +163,9 @@ def main() -> None:
         ]
         for each in results
     ]
+    for each in results:
+        for kernel in each.get("kernels", []):
+            print(f"{each['model']} {each['batch']}: {kernel['us']:8.1f} us, {kernel['launches']:4} {kernel['kernel']}")
     title = f"context {arguments.context}, {device.name}: {roof}; ms of a graph's replay"
     document = {"device": device.name, "read_bytes_s": roof.read_bytes, "flops_s": roof.flops, "measured": results}
     report(title, ["model, batch", "ms", "share of the floor"], rows, document, arguments.json)

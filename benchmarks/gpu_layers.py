@@ -12,7 +12,8 @@ measured in the same run. The step's floor is that of all weights together, plus
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +111,9 @@ def decode_batch(rows: int, context: int, device: Device, entries: int = 1) -> P
     return PagedBatch.build(tables, starts, np.ones(rows, np.int32), BLOCK_SIZE, device)
 
 
-def measure_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: int) -> float:
-    """Microseconds of one decode step of `rows` rows with `context` tokens each."""
+@contextmanager
+def decode_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: int) -> Iterator[Callable[[], None]]:
+    """Yield what queues one decode step of `rows` rows with `context` tokens each."""
     device, pages = model.device, model.geometry.state_blocks
     kv_blocks = rows * -(-context // BLOCK_SIZE)
     pool = KvPool(model.geometry, kv_blocks + rows * pages, device)
@@ -128,9 +130,15 @@ def measure_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: in
         fused.forward(tokens, positions, None, batch, pool)
 
     try:
-        return measure_us(device, torch.inference_mode()(run), 1)
+        yield torch.inference_mode()(run)
     finally:
         pool.close()
+
+
+def measure_step(model: LoadedModel, fused: FusedDecoder, rows: int, context: int) -> float:
+    """Microseconds of one decode step of `rows` rows with `context` tokens each."""
+    with decode_step(model, fused, rows, context) as run:
+        return measure_us(model.device, run, 1)
 
 
 def step_floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> float:
