@@ -196,13 +196,13 @@ def eagle_head(model: str, folder: Path) -> str:
     config = json.loads((known if known.is_file() else Path(model) / "config.json").read_text())
     names = (
         "hidden_size",
-        "intermediate_size",
         "num_attention_heads",
         "num_key_value_heads",
         "vocab_size",
         "rms_norm_eps",
     )
     own = {name: config[name] for name in names}
+    own["intermediate_size"] = config.get("intermediate_size", 4 * own["hidden_size"])  # a mixture may have none
     place = folder / "eagle3"
     place.mkdir()
     named = {"architectures": [ARCHITECTURE], "model_type": "llama", "num_hidden_layers": 1}

@@ -41,6 +41,8 @@ from .drafting_checks import (
 )
 from .drafting_cluster import DraftingCluster
 from .shared import wait_empty
+from .test_disk_tier import all_again, disk_of, started
+from .test_host_kinds import wait_saved
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,25 @@ def test_a_head_drafts_for_a_model_with_recurrent_states(tmp_path: Path) -> None
                 answers = [greedy(kv, prompt).tokens for prompt in PROMPTS]
             assert answers[0] == want[0].tokens
             assert not any(repeats([*prompt, *each]) for prompt, each in zip(PROMPTS, answers, strict=True))
+
+
+@NEEDS_CACHE
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+def test_states_and_what_a_head_stores_come_back_from_the_disk(tmp_path: Path) -> None:
+    """A prompt is found up to its last checkpoint, after a restart of everything."""
+    model, head = write_right_eagle(tmp_path, RIGHT_RECURRENT_SEED, recurrent=True)
+    worker = f'draft_model = "{head}"\ndraft_states = 16\n'
+    writes = COORDINATOR + "[cache]\nhost_writeback_blocks = 64\n"
+    with DraftingCluster(model=model, coordinator=writes, worker=worker) as cluster:
+        kv = started(cluster)
+        whole = [greedy(kv, prompt) for prompt in PROMPTS]
+        wait_saved(kv)
+        kv = all_again(cluster)
+        with all_accepted(kv, 2 * TOKENS):
+            again = [greedy(kv, prompt) for prompt in PROMPTS]
+        assert [found.tokens for found in again] == [found.tokens for found in whole]
+        assert all(found.cached_tokens >= 32 for found in again)
+        assert disk_of(kv).loaded_total >= 2 * len(PROMPTS)
 
 
 def test_a_head_that_is_mostly_wrong_changes_nothing(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_random_weights_have_a_module_of_the_models_own_layer(
     assert len(head.decoder.layers) == 1
 
 
+def test_random_weights_of_a_model_of_images_and_text_have_a_module(tmp_path: Path, cpu: Device) -> None:
+    model, head = opened(write_mtp(tmp_path, "qwen3_5_moe"), cpu, "dummy")
+    assert model.geometry.states
+    assert not head.geometry.states
+    assert head.decoder.layers[0].mixer is None
+    assert isinstance(head.front, MtpFront)
+    assert head.front.projection.shape == (64, 128)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -71,9 +71,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
             source = folders[family] / ("model" if EAGLE in family else family)
             settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
             settings["device"] = replace(cpu, kernels=kernels)
-            plain = load_model(source, **settings)
-            if plain.geometry.states:
-                plain = replace(plain, geometry=replace(plain.geometry, draft_states=SLOTS * DRAFTS_MAX))
+            plain = with_draft_states(load_model(source, **settings))
             reference: Reference
             if EAGLE in family:
                 head, reference = (
@@ -87,6 +85,12 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
         return made[family, kernels]
 
     return make
+
+
+def with_draft_states(model: LoadedModel) -> LoadedModel:
+    """Return a model with room for the states behind drafts, if it has recurrent states."""
+    states = SLOTS * DRAFTS_MAX if model.geometry.states else 0
+    return replace(model, geometry=replace(model.geometry, draft_states=states))
 
 
 def bench_of(found: Headed, monkeypatch: pytest.MonkeyPatch, graphs: bool = False) -> Drafting:
@@ -280,7 +284,7 @@ def test_a_right_head_saves_steps(tmp_path: Path, cpu: Device, monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", ["mtp", EAGLE])
+@pytest.mark.parametrize("kind", ["mtp", "qwen3_5", EAGLE, f"{EAGLE} qwen3_next"])
 def test_heads_on_a_gpu(
     kind: str, graphs: bool, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,14 +292,16 @@ def test_heads_on_a_gpu(
     if not device.runs_kernels:
         pytest.skip("no GPU here")
     settings: dict[str, Any] = {"dtype": "bfloat16", "device": device, "block_size": 16}
-    if kind == EAGLE:
-        head_folder = write_eagle(tmp_path)
+    if EAGLE in kind:
+        head_folder = write_eagle(tmp_path, "llama" if kind == EAGLE else "qwen3_next")
         source = tmp_path / "model"
+    elif kind == "qwen3_5":
+        source = write_mtp(tmp_path, kind)
     else:
         source = write_right_mtp(tmp_path, vocab_size=97, hidden_size=128, head_dim=32, moe_intermediate_size=64)
-    plain = load_model(source, **settings, kv_dtype=kv_dtype)
+    plain = with_draft_states(load_model(source, **settings, kv_dtype=kv_dtype))
     want = [Drafting(plain, graphs).answer([each], none)[0] for each in answers_of(list(SAMPLINGS.values()))]
-    if kind == EAGLE:
+    if EAGLE in kind:
         head = load_eagle_head(head_folder, plain, "auto")
     else:
         head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
