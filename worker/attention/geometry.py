@@ -9,7 +9,7 @@ these layers is one page; a block of the others is `window_pages` pages, which t
 token can see them. So both kinds share one pool.
 
 With a draft model, each block has the K and V of that model too (`KvGeometry.beside`), in layer-major memory of its
-own.
+own, and the ids of generated tokens (see `draft_backlog`).
 
 Invariant: every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound.
 """
@@ -28,6 +28,7 @@ from .states import StateLayout, StateTensor
 BYTES_MAX = 2**63 - 1
 # Rows that one proposal of a draft model serves, and the most tokens of each. Its scratch blocks are for this many.
 DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX = 64, 16
+TOKEN_BYTES = 4  # of a stored token id
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class KvGeometry:
             layer-major, and has the same block size.
         draft_states: How many states of drafted tokens a step can write, in memory behind the pool's blocks (see
             `states`). 0: steps have no drafts, or there are no states.
+        keeps_tokens: Whether the id of each generated token lies in its slot, 4 bytes each: so it is beside a model.
 
     With states or windows, all layers have the same shape, apart from their windows. With states they have memory of
     their own. All windows are equal, and at least one layer has none.
@@ -107,6 +109,7 @@ class KvGeometry:
     states: tuple[StateTensor, ...] = ()
     beside: KvGeometry | None = None
     draft_states: int = 0
+    keeps_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
@@ -163,6 +166,10 @@ class KvGeometry:
                 "the geometry of a draft model is page-major, or has another: expected one without states and windows"
             )
             raise InvalidConfiguration("beside", problem)
+
+    def joined(self, beside: KvGeometry) -> KvGeometry:
+        """Return the layout of these blocks with those of a draft model, which is loaded alone, in them."""
+        return replace(self, beside=replace(beside, keeps_tokens=True))
 
     @property
     def scratch_blocks(self) -> int:
@@ -275,11 +282,12 @@ class KvGeometry:
 
         For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x itemsize. Quantised dtypes
         (int8, fp8) store one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes. A draft
-        model's bytes are added.
+        model's bytes are added, with 4 bytes for the id of each token.
         """
         dtype = self.dtype
         own = self._owners(0)
         per_token = sum(s.stored * s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in own)
+        per_token += TOKEN_BYTES * self.keeps_tokens
         return per_token * self.block_size + (0 if self.beside is None else self.beside.bytes_per_block)
 
     @property

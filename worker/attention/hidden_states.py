@@ -21,19 +21,16 @@ def hidden_shape(size: int) -> LayerShape:
     return LayerShape(1, size, latent=size)
 
 
-def store_hidden(hidden: torch.Tensor, layer: KvLayer, batch: PagedBatch, spare: int) -> None:
+def store_hidden(hidden: torch.Tensor, layer: KvLayer, slots: torch.Tensor) -> None:
     """Store the hidden states of a step's tokens.
 
     Args:
         hidden: [tokens, size] float on the device.
         layer: The layer, of numbers that are not quantised.
-        batch: The step. Padding of a static one goes to the slot `spare`.
-        spare: A slot of the layer that nothing reads.
+        slots: [tokens] int64 on the device, the slot of each; for padding of a static batch one that nothing reads.
     """
-    slots = batch.kv_slots_on_device.long()
     states = layer.keys.view(-1, layer.keys.shape[3])
-    # A number in `torch.where` would be copied from the host, which no capture allows.
-    states.index_copy_(0, slots.masked_fill(slots < 0, spare), hidden.to(states.dtype))
+    states.index_copy_(0, slots, hidden.to(states.dtype))
 
 
 def hidden_before(layer: KvLayer, batch: PagedBatch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from kvforge.worker.device.block_buffers import BlockBuffers
 from kvforge.worker.device.device import Device
 
 from .batch import PagedBatch
+from .draft_backlog import DraftBacklog
 from .geometry import KV_DTYPES, KvDtype, KvGeometry, LayerShape, require_positive
 from .interface import KvLayer
 from .mixed_batch import MixedBatch, MixedPlaces, MixedSize
@@ -43,6 +44,9 @@ class KvPool:
         parts: Of each layer: 0, or 1 + the page that it has of a block of the layers that keep a window.
         states: The recurrent states of sequences; None for a model without them.
         beside: The draft model's K and V of the same blocks, and its scratch blocks behind them; None without one.
+        tokens: [blocks, block_size, 1] int32, the ids of generated tokens (see `draft_backlog`); None if the geometry
+            keeps none.
+        backlog: The tokens that lack K and V; None likewise.
 
     Raises:
         InvalidConfiguration: The size is invalid.
@@ -63,6 +67,8 @@ class KvPool:
         self.parts = [part for part, _ in geometry.places] if geometry.is_paged else [0] * len(geometry.layers)
         self.states: StatePages | None = None
         self.beside: KvPool | None = None
+        self.tokens: torch.Tensor | None = None
+        self.backlog: DraftBacklog | None = None
         self._buffers: BlockBuffers | None = None  # made when blocks are zeroed
         self._pages: tuple[torch.Tensor, ...] = ()  # [blocks and spare ones, entries, block_size, ...]: numbers, scales
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
@@ -71,6 +77,9 @@ class KvPool:
             for shape in () if geometry.is_paged else geometry.layers:
                 shared = shape.shared_with
                 self.layers.append(self._allocate(shape) if shared is None else self.layers[shared])
+            if geometry.keeps_tokens:
+                self.tokens = device.allocate((blocks, self.block_size, 1), torch.int32).zero_()
+                self.backlog = DraftBacklog(blocks, self.block_size, self.tokens)
         if geometry.beside is not None:
             self.beside = KvPool(geometry.beside, blocks + geometry.scratch_blocks, device)
 
@@ -322,6 +331,8 @@ class KvPool:
             return
         if self.beside is not None:
             self.beside.copy_blocks(copies)
+        if self.backlog is not None:
+            self.backlog.copy(copies)
         if len(copies) <= SLICED_COPIES_MAX:
             self._copy_slices(copies.tolist())
             return
@@ -364,12 +375,15 @@ class KvPool:
         if self._buffers is None:
             self._buffers = BlockBuffers(self.device, [cache.view(torch.uint8) for cache in self.tensors()])
         self._buffers.zero(ids.astype(np.int64))
+        if self.beside is not None and self.beside.backlog is not None:
+            self.beside.backlog.clear(ids)
 
     def close(self) -> None:
         """Return the memory to the device. Closing twice is harmless."""
         if self.beside is not None:
             self.beside.close()
         self.layers, self.states, self._pages, self._buffers = [], None, (), None
+        self.tokens = self.backlog = None
         self.device.release_cached()
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -389,6 +403,8 @@ class KvPool:
             if shape.shared_with is not None:
                 continue
             yield from layer.tensors()
+        if self.tokens is not None:
+            yield self.tokens
 
 
 def _led(batches: Sequence[PagedBatch]) -> tuple[PagedBatch, ...]:

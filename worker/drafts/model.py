@@ -1,9 +1,10 @@
 """Drafts by a model: greedy tokens of a draft model, for the slots where lookup finds no long run.
 
-The draft model has the K and V of all tokens of a row, because each step writes them. It computes one drafted token of
-all rows in one pass. Answers that repeat themselves are drafted by lookup, which takes no pass, as long as its tokens
-are right: the coordinator learns one chance for the drafts of a request, and wrong ones of lookup would hide that the
-model's are right. `pacing` decides when the model proposes, and how many tokens.
+The draft model computes the K and V of the tokens since its last proposal, and then one drafted token of all rows in
+one pass. The time of the first part counts as that of the proposal. Answers that repeat themselves are drafted by
+lookup, which takes no pass, as long as its tokens are right: the coordinator learns one chance for the drafts of a
+request, and wrong ones of lookup would hide that the model's are right. `pacing` decides when the model proposes, and
+how many tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class DraftModel(Protocol):
     step_ns: int
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
-        """Return `DraftRow.count` tokens of each row; none at all if the device failed."""
+        """Return `DraftRow.count` tokens of each row, or none if it is far behind; no rows if the device failed."""
 
 
 class ModelDrafter:
@@ -120,7 +121,7 @@ class ModelDrafter:
         rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
         if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(self._now_ns(), len(rows)):
             drafted = self._model.continue_rows(list(rows.values()))
-            found |= dict(zip(rows, drafted, strict=False))
+            found |= {slot: tokens for slot, tokens in zip(rows, drafted, strict=False) if tokens}
             self._proposed |= frozenset(rows)
             passes = max(row.count for row in rows.values())
             self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows), passes)

@@ -1,7 +1,8 @@
 """The interface of what drafts beside a model: a draft model (`LoadedModel`), or heads (`heads.DraftHead`).
 
-Each has K and V of its own in the same blocks (`KvGeometry.beside`), and writes them in every pass of the model. A
-draft model needs the tokens alone. Heads read hidden states of the model, which they store with each token.
+Each has K and V of its own in the same blocks (`KvGeometry.beside`). A pass of the model over prompt tokens writes them
+too; those of generated tokens are left to the next proposal (`attention.draft_backlog`). A draft model needs the tokens
+alone. Heads read hidden states of the model, which every pass stores with each token.
 """
 
 from __future__ import annotations
@@ -45,26 +46,33 @@ class DraftSource(Protocol):
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether it reads hidden states, and is therefore fed after the model's pass; else before."""
+        """Whether it reads hidden states, and is therefore fed after the model's pass; else before.
+
+        If so, its K and V of a token do not depend on those of other tokens.
+        """
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the model; it reads the residuals that these read. No layers: it reads the final norm."""
 
-    def feed(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: Sequence[torch.Tensor],
-        batch: PagedBatch,
-        pool: KvPool,
-    ) -> None:
-        """Write what it stores of the tokens of a pass.
+    def keep(self, hidden: Sequence[torch.Tensor], slots: torch.Tensor, pool: KvPool) -> None:
+        """Store what it reads of the model's hidden states; nothing if it reads none.
+
+        Args:
+            hidden: [tokens, hidden] each.
+            slots: [tokens] int64 on the device, the slot of each token.
+            pool: Its pool.
+
+        Raises:
+            RuntimeError: torch failed.
+        """
+
+    def feed(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
+        """Write its K and V of tokens, with the hidden states that are kept.
 
         Args:
             token_ids: [tokens] int64 on the device.
             positions: [tokens] int64 on the device.
-            hidden: The hidden states that it reads, [tokens, hidden] each; none if it reads none.
             batch: Structure of the batch.
             pool: Its pool.
 

@@ -1,7 +1,8 @@
 """Joins a model with its draft model: a small one with the same vocabulary, which drafts the next tokens.
 
-The draft model's K and V lie in the same blocks as the model's (`KvGeometry.beside`), and each pass of the model writes
-them too (`LoadedModel.write_draft`). Forks, prefix hits and copies between tiers therefore serve both models.
+The draft model's K and V lie in the same blocks as the model's (`KvGeometry.beside`), and each pass of the model over
+prompt tokens writes them too (`LoadedModel.write_draft`). Forks, prefix hits and copies between tiers therefore serve
+both models. The K and V of generated tokens come with the next proposal (`attention.draft_backlog`).
 
 Vocabularies are compared by their tokenizers: sizes alone tell little, because models of one family pad theirs to
 different sizes. A few tokens may differ, as special ones do, because a wrong draft changes no answer.
@@ -44,12 +45,12 @@ def join_draft_model(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
     if problem:
         problem = f"{name!r} {problem} as {model.info.name}: choose a model with the same vocabulary"
         raise InvalidConfiguration("draft_model", problem)
-    return replace(model, draft=draft, geometry=replace(model.geometry, beside=draft.geometry))
+    return replace(model, draft=draft, geometry=model.geometry.joined(draft.geometry))
 
 
 def join_head(model: LoadedModel, head: DraftHead) -> LoadedModel:
     """Return the model with a head that drafts. Its geometry has the layers of both."""
-    return replace(model, draft=head, geometry=replace(model.geometry, beside=head.geometry))
+    return replace(model, draft=head, geometry=model.geometry.joined(head.geometry))
 
 
 def vocabulary_problem(

@@ -4,9 +4,9 @@ At position p, such a head reads the hidden state at p - 1 and the token at p, a
 position 0 the hidden state is zero. The hidden state of each token is stored with it (`attention.hidden_states`), so
 that a row goes on from any position with the bits that it would have without a cache.
 
-In a pass of the model only the K and V of the head are computed, since nothing else of its layer is read later. A
-proposal runs the whole layer, from the token that was sampled last. Behind it the head reads its own result in the
-place of the model's hidden state, which is not there yet.
+In a pass of the model over prompt tokens only the K and V of the head are computed, since nothing else of its layer is
+read later; in one over generated tokens not even these. A proposal runs the whole layer, from the token that was
+sampled last. Behind it the head reads its own result in the place of the model's hidden state, which is not there yet.
 """
 
 from __future__ import annotations
@@ -126,17 +126,13 @@ class DraftHead:
         return True
 
     @torch.inference_mode()
-    def feed(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: Sequence[torch.Tensor],
-        batch: PagedBatch,
-        pool: KvPool,
-    ) -> None:
-        """Store the hidden states, and the layer's K and V; see `beside.DraftSource`."""
-        spare = (pool.blocks - 1) * pool.block_size  # of a scratch block: nothing reads hidden states there
-        store_hidden(self.front.stored(hidden), pool.layers[-1], batch, spare)
+    def keep(self, hidden: Sequence[torch.Tensor], slots: torch.Tensor, pool: KvPool) -> None:
+        """Store the hidden states; see `beside.DraftSource`."""
+        store_hidden(self.front.stored(hidden), pool.layers[-1], slots)
+
+    @torch.inference_mode()
+    def feed(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
+        """Write the layer's K and V; see `beside.DraftSource`."""
         _, normed = self._start(token_ids, self.hidden_before(batch, pool))
         self.decoder.write_keys(normed, positions, batch, pool)
 

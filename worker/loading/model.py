@@ -21,6 +21,7 @@ import transformers
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import AttentionOptions, PagedBatch
+from kvforge.worker.attention.draft_backlog import slots_or_spare, store_tokens
 from kvforge.worker.attention.pool import KvGeometry, KvPool
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
@@ -107,8 +108,8 @@ class LoadedModel:
         unsteady: Why a row's bits may depend on other rows; "" if they do not.
         ranks: The group of ranks that compute the model together. All ranks make every pass in the same order.
         prompt_chunk: Chunks of a prompt begin and end at multiples of this many tokens (see `mixers`).
-        draft: The draft model or the heads. Each pass writes their K and V of the same tokens too, into
-            `KvPool.beside`.
+        draft: The draft model or the heads. Each pass over prompt tokens writes their K and V of the same tokens too,
+            into `KvPool.beside`; one of generated tokens alone stores what they need later.
     """
 
     info: ModelInfo
@@ -287,9 +288,9 @@ class LoadedModel:
             self._feed(self.draft, token_ids, positions, read, batch, pool)
 
     def write_draft(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
-        """Write the draft model's K and V of a pass's tokens; without a draft model do nothing.
+        """Write the draft model's K and V of a pass with prompt tokens, and note the generated tokens of any.
 
-        `forward`, `forward_by_parts` and `decode` do so. See these for the arguments.
+        Without a draft model do nothing. `forward`, `forward_by_parts` and `decode` do so. See these for the arguments.
         """
         if self.draft is not None and not self.draft.reads_hidden:
             self._feed(self.draft, token_ids, positions, (), batch, pool)
@@ -308,7 +309,13 @@ class LoadedModel:
             positions = positions.clamp(max=draft.info.context_tokens_max - 1)  # nothing is drafted beyond
         if draft.vocab_size < self.vocab_size:
             token_ids = token_ids.clamp(max=draft.vocab_size - 1)  # no text has tokens beyond the tokenizer's
-        draft.feed(token_ids, positions, hidden, batch.beside or batch, pool.beside)
+        batch, own = batch.beside or batch, pool.beside
+        assert own.tokens is not None, "a pool of another geometry"
+        slots = slots_or_spare(batch, (own.blocks - 1) * own.block_size)  # of a scratch block: nothing reads it
+        store_tokens(token_ids, own.tokens, batch, slots)
+        draft.keep(hidden, slots, own)
+        if not batch.generated.all():
+            draft.feed(token_ids, positions, batch, own)
 
     # ---------------------------------------------------------------------------------- as a draft model: DraftSource
 
@@ -329,14 +336,10 @@ class LoadedModel:
         """Layers of another model that it reads: none."""
         return ()
 
-    def feed(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: Sequence[torch.Tensor],  # noqa: ARG002
-        batch: PagedBatch,
-        pool: KvPool,
-    ) -> None:
+    def keep(self, hidden: Sequence[torch.Tensor], slots: torch.Tensor, pool: KvPool) -> None:
+        """Do nothing: a draft model reads no hidden states."""
+
+    def feed(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
         """Write its K and V, as a draft model; see `beside.DraftSource`."""
         self.write(token_ids, positions, batch, pool)
 

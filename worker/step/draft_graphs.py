@@ -2,9 +2,10 @@
 
 A graph covers one pass, from the embedding to the greedy token, and is replayed for each drafted token. It feeds the
 first pass of a proposal the tokens that the host sends, and each later one the tokens of the pass before, which stay on
-the device, as the hidden states of heads do. Graphs are captured for few row counts, at the start; a proposal runs in
-the smallest that holds its rows. Without one, passes run eagerly. They share the memory of their intermediate results
-with the graphs of decodes.
+the device, as the hidden states of heads do. Graphs are captured for few row counts, at the start; a pass runs in the
+smallest that holds its rows. The first pass may have more rows than later ones: tokens that lack K and V until then
+(see `draft_passes`). Without graphs, passes run eagerly. They share the memory of their intermediate results with the
+graphs of decodes.
 
 Positions, slots and plans of all passes are known beforehand. While the device computes the first pass, the host makes
 those of the others and sends them with one copy. Between two passes the device copies those of the next one to where
@@ -22,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from kvforge.worker.attention import PagedBatch
+from kvforge.worker.attention.draft_backlog import stored_tokens
 from kvforge.worker.attention.geometry import DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.capture import Captured, GraphMemory
@@ -30,6 +32,7 @@ from kvforge.worker.loading.beside import DraftSource
 from kvforge.worker.sampling.sampler import NO_TOKEN
 
 SIZES = (1, 2, 4, 8, 16, 32, DRAFT_ROWS_MAX)
+STORED_TOKEN = -2  # stands for the token that is stored in the slot of a row's position
 INPUTS = 3  # int32 values per row beside its structure: see _Graph
 log = logging.getLogger("worker")
 
@@ -118,9 +121,9 @@ class DraftGraphs:
         """Queue the passes of a proposal that `can_run` accepted.
 
         Args:
-            tokens: [rows] int32, the last token of each row.
-            positions: [rows] int32, their positions.
-            tables: [rows, width] int32, with scratch blocks.
+            tokens: [n] int32, the last token of each row, and then STORED_TOKEN for each token that lacks K and V.
+            positions: [n] int32, their positions.
+            tables: [n, width] int32, with scratch blocks.
             passes: Tokens to draft, 1 to DRAFT_TOKENS_MAX.
 
         Returns:
@@ -129,13 +132,24 @@ class DraftGraphs:
         Raises:
             RuntimeError: torch failed to replay a graph.
         """
-        rows, captured = len(tokens), sorted(self._graphs)
-        graph = self._graphs[captured[bisect_left(captured, rows)]]
+        rows, graph = int(np.count_nonzero(tokens != STORED_TOKEN)), self._holding(len(tokens))
         self._fill(graph, tokens, positions, tables, passes)
+        if rows < len(tokens):
+            batch, late = graph.batch, slice(rows, len(tokens))
+            slots = batch.kv_slots_on_device[late].long()
+            assert self._pool.tokens is not None, "a pool of another geometry"
+            batch.extra_on_device[late].copy_(stored_tokens(self._pool.tokens, slots))
         graph.captured.replay()
         if passes > 1:
-            self._run_later(graph, positions, passes)
+            graph = self._holding(rows)
+            graph.batch.tables = tables[:rows].astype(np.int64)  # those on the device are of all graphs
+            self._run_later(graph, positions[:rows], passes)
         return self.drafted[:passes]
+
+    def _holding(self, rows: int) -> _Graph:
+        """Return the smallest graph that holds so many rows."""
+        captured = sorted(self._graphs)
+        return self._graphs[captured[bisect_left(captured, rows)]]
 
     def _run_later(self, graph: _Graph, positions: npt.NDArray[np.int32], passes: int) -> None:
         """Queue the passes behind the first. positions: [rows] int32, those of the first."""

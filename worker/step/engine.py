@@ -202,7 +202,8 @@ class Engine:
         """Describe the kernels in use, by purpose, for people."""
         kernels = serving_kernels(self.model)
         if self.model.draft is not None:
-            info, stored = self.model.draft.info, self.model.draft.geometry.bytes_per_block
+            info, beside = self.model.draft.info, self.model.geometry.beside
+            stored = beside.bytes_per_block if beside is not None else 0
             text = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
             kernels["drafts"] = f"{text}; {stored} bytes of each block"
         if self.disk is not None:

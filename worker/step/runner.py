@@ -53,7 +53,7 @@ from .draft_graphs import DraftGraphs
 from .draft_passes import DraftPasses
 from .draft_states import accept_states, draft_pages
 from .graphs import DecodeGraphs
-from .host_transfers import HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
+from .host_transfers import COPY_NUMBERS, HostTransfers, HostWork, bad_host_copies, copied_blocks, uses_host
 from .meter import Meter
 from .pending import PendingStep, StepOutcome, joined
 from .prompt_graphs import PromptGraphs, can_capture
@@ -149,7 +149,7 @@ class ModelRunner:
         self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
         self._draft_passes: DraftPasses | None = None
         if model.draft is not None and self.drafter is not None:
-            self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, self._note_end)
+            self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, self._note_end, step_tokens_max)
             self.drafter = ModelDrafter(LookupDrafter(slots_max, context), self._draft_passes)
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
@@ -272,6 +272,8 @@ class ModelRunner:
         with _host_copies():
             if step.host_reads.size:
                 pending.host.loaded = self.host.load(step.host_reads)
+                if self.pool.beside is not None and self.pool.beside.backlog is not None:
+                    self.pool.beside.backlog.load(step.host_reads[::COPY_NUMBERS])
         pending.host_copied = copied_blocks(step)
 
     def _carry_out(
@@ -305,8 +307,17 @@ class ModelRunner:
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
         self.shaping.submit(pending)
+        self._note_drafter(rows)
         self._queue(rows, pending)
         self._compile(pending)
+
+    def _note_drafter(self, rows: Rows) -> None:
+        """Note which tokens of a step will lack the drafter's K and V, and catch up before prompts that need them."""
+        if self.pool.beside is None or self.pool.beside.backlog is None:
+            return
+        if self._draft_passes is not None and not rows.generated.all() and not self._draft_passes.reads_hidden:
+            self._draft_passes.complete(rows.tables, rows.starts)
+        self.pool.beside.backlog.write(rows.tables, rows.starts, rows.counts, rows.generated)
 
     def _refuse_unsettled(self, rows: Rows, pending: PendingStep) -> None:
         """Record an error for rows of slots with drafts in flight: how far these advance is not known yet."""

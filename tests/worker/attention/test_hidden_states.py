@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvforge.worker.attention.batch import PagedBatch
+from kvforge.worker.attention.draft_backlog import slots_or_spare
 from kvforge.worker.attention.hidden_states import NONE, hidden_before, hidden_shape, slots_before, store_hidden
 from kvforge.worker.attention.mixed_batch import MixedSize
 from kvforge.worker.attention.pool import KvGeometry, KvPool
@@ -34,7 +35,7 @@ def states(row: int, *positions: int) -> torch.Tensor:
 
 
 def store(pool: KvPool, batch: PagedBatch, hidden: torch.Tensor) -> None:
-    store_hidden(hidden, pool.layers[0], batch, (BLOCKS - 1) * BLOCK_SIZE)
+    store_hidden(hidden, pool.layers[0], slots_or_spare(batch, (BLOCKS - 1) * BLOCK_SIZE))
 
 
 def test_a_token_has_as_many_numbers_as_a_hidden_state(pool: KvPool) -> None:

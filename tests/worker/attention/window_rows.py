@@ -32,7 +32,7 @@ class PagedRows:
             if memory.itemsize == 1:
                 memory.view(torch.int8)[pages.tolist()] = 127
             else:
-                memory[pages.tolist()] = float("nan")
+                memory[pages.tolist()] = float("nan") if memory.is_floating_point() else 127
 
     def reserve(self, row: int, start: int, count: int) -> None:
         """Give a row the blocks that a step writes."""

@@ -56,7 +56,8 @@ def test_a_head_adds_its_keys_and_values_and_a_hidden_state_to_each_token(glm: P
     joined = join_head(model, head)
     kv, hidden = 2 * 2 * 16, 64  # two KV heads of 16; the hidden size
     assert head.geometry.bytes_per_block == BLOCK_SIZE * 4 * (kv + hidden)
-    assert joined.geometry.bytes_per_block == model.geometry.bytes_per_block + head.geometry.bytes_per_block
+    own = head.geometry.bytes_per_block + 4 * BLOCK_SIZE  # and the id of each token
+    assert joined.geometry.bytes_per_block == model.geometry.bytes_per_block + own
     assert weight_bytes(joined) == weight_bytes(model) + head.bytes
     assert head.bytes > 2 * 64 * 64 * 4
     assert head.info.name == "the MTP module of glm4_moe"

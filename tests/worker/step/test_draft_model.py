@@ -65,7 +65,7 @@ def nan_pool(bench: Drafting) -> Drafting:
     if bench.runner.draft_graphs is not None:
         bench.runner.draft_graphs.capture()
     for cache in bench.pool.beside.tensors():
-        cache.fill_(float("nan"))
+        cache.fill_(float("nan") if cache.is_floating_point() else 127)
     return bench
 
 
@@ -277,7 +277,7 @@ def test_zeroed_blocks_keep_nothing_of_the_draft_model(load: Load) -> None:
     bench.pool.zero_blocks(i4(*range(bench.pool.blocks)))
     assert bench.pool.beside is not None
     own = [*bench.pool.tensors()]
-    assert len(own) == 2 * (len(bench.pool.geometry.layers) + 1)
+    assert len(own) == 2 * (len(bench.pool.geometry.layers) + 1) + 1
     assert not any(tensor.any() for tensor in own)
     bench.close()
 
@@ -365,7 +365,8 @@ def test_a_model_that_keeps_windows_has_a_draft_model(
     settings = {"block_size": SIZE, **COMMON, **fields}
     kept, draft = tiny(model_type, windows=LIMITS, **settings), tiny(model_type, **settings)
     model = join_draft_model(kept, draft)
-    assert model.geometry.bytes_per_block == kept.geometry.bytes_per_block + draft.geometry.bytes_per_block
+    own = draft.geometry.bytes_per_block + 4 * SIZE  # and the id of each token
+    assert model.geometry.bytes_per_block == kept.geometry.bytes_per_block + own
     plain, bench = Bench(kept), Bench(model, 4 if graphs else 0)
     monkeypatch.setattr(drafter_of(cast("Drafting", bench)).lookup, "found", lambda *_: {})
     text = prompt(70)
@@ -605,20 +606,21 @@ def test_a_proposal_runs_in_the_smallest_graph_that_holds_it(load: Load, monkeyp
     graphs, ran = bench.runner.draft_graphs, list[int]()
     assert graphs is not None
     assert graphs.sizes[:3] == (1, 2, 4)
-    fill = graphs._fill
+    holding = graphs._holding
 
-    def watched(graph: Any, *rest: Any) -> None:
+    def watched(rows: int) -> Any:
+        graph = holding(rows)
         ran.append(len(graph.batch.counts))
-        fill(graph, *rest)
+        return graph
 
-    monkeypatch.setattr(graphs, "_fill", watched)
+    monkeypatch.setattr(graphs, "_holding", watched)
     answers = answers_of([GREEDY] * 3)
     for each in answers:
         each.most = 2
     bench.begin(answers)
-    assert ran == [4]
+    assert ran == [4, 4]
     bench.advance(answers[:1], none)
-    assert ran == [4, 1]
+    assert ran == [4, 4, 2, 1], "the first pass has the token that was sampled first too"
     bench.close()
 
 

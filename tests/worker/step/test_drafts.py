@@ -109,8 +109,11 @@ class Drafting:
         arrays = {"samples": i4(*[1] * len(rows)), "drafts": i4(*drafts) if any(drafts) else i4()} | fields
         flat = i4(*[token for part in tokens for token in part])
         step = Step(0, slots=i4(*slots), starts=i4(*starts), counts=i4(*map(len, tokens)), tokens=flat, **arrays)
-        tables = np.array([range(BLOCKS * slot, BLOCKS * (slot + 1)) for slot in slots], np.int32)
+        tables = np.array([self.table(slot) for slot in slots], np.int32)
         return self.runner.launch(step, tables, self.states[list(slots)] if self.states.size else None)
+
+    def table(self, slot: int) -> Sequence[int]:
+        return range(BLOCKS * slot, BLOCKS * (slot + 1))
 
     def run(self, rows: Sequence[Row], **fields: Any) -> StepOutcome:
         return self.runner.finish(self.launch(rows, **fields))
