@@ -1,7 +1,7 @@
 """The time of one proposal of a draft model or of heads, by rows and passes, and what the draft model adds to a step.
 
     python -m benchmarks.draft_passes --gpu [--draft-layers 2 | --heads mtp|eagle3] [--json FILE]
-    python -m benchmarks.draft_passes [--model smollm2-135m] [--rows 1 4] [--passes 1 4]
+    python -m benchmarks.draft_passes [--model smollm2-135m] [--rows 1 4] [--passes 1 4] [--late 0 4 64]
 
 The model has dummy weights, and so has what drafts: a model of its shape in fewer layers, or heads. Medians:
 
@@ -9,6 +9,9 @@ The model has dummy weights, and so has what drafts: a model of its shape in few
 - queued: the part until the host has queued all passes; then it waits for the device.
 - device: between events before and behind the passes, with all pauses between them.
 - pass: one captured pass, replayed back to back: what the device alone takes.
+
+With `--late`, each row has so many generated tokens for which the drafter has no K and V yet: the proposal computes
+these first, up to 2,048 in all.
 
 Last come steps of as many rows of one token, with nothing drafted, by a runner with a draft model and by one without.
 """
@@ -19,6 +22,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -52,7 +56,9 @@ def joined(options: argparse.Namespace, folder: Path, model: Any) -> Any:
     return join_draft_model(model, load_model(source, **settings))
 
 
-def proposals(runner: Any, device: Any, rows: int, passes: int, context: int, width: int) -> dict[str, float]:
+def proposals(
+    runner: Any, device: Any, rows: int, passes: int, context: int, width: int, late: int
+) -> dict[str, float]:
     """Return the milliseconds of a proposal of so many rows and passes, and of its parts."""
     import torch
 
@@ -76,6 +82,9 @@ def proposals(runner: Any, device: Any, rows: int, passes: int, context: int, wi
     for number in range(WARM + TIMES):
         position = context + number % BLOCK_SIZE - BLOCK_SIZE
         asked = [DraftRow(row, 5, position, tables[row, :used], passes) for row in range(rows)]
+        if late:
+            starts, counts = np.full((2, rows), [[position - late], [late]], np.int32)
+            runner.pool.beside.backlog.write(tables, starts, counts, np.ones(rows * late, np.bool_))
         device.synchronize()
         begin, began = DeviceEvent(device, timed=True), perf_counter()
         assert len(drafting.continue_rows(asked)) == rows, "the passes failed"
@@ -112,6 +121,7 @@ def main() -> int:
     parser.add_argument("--heads", choices=("mtp", "eagle3"), help="heads in place of a draft model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--passes", type=int, nargs="+", default=[1, 2, 5, 8])
+    parser.add_argument("--late", type=int, nargs="+", default=[0], help="tokens of a row without K and V [0]")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a row [1024]")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
@@ -133,15 +143,15 @@ def main() -> int:
     width = plan.context_max // BLOCK_SIZE
     for rows in plan.batches:
         results["steps"][str(rows)] = {"without_ms": plain[rows], "with_ms": with_draft[rows]}
-        for passes in options.passes:
-            took = proposals(runner, device, rows, passes, options.context, width)
-            results["proposals"].append({"rows": rows, "passes": passes} | took)
-            cells.append([rows, passes, *(f"{took[name]:.3f}" for name in took)])
+        for passes, late in product(options.passes, options.late):
+            took = proposals(runner, device, rows, passes, options.context, width, late)
+            results["proposals"].append({"rows": rows, "passes": passes, "late": late} | took)
+            cells.append([rows, passes, late, *(f"{took[name]:.3f}" for name in took)])
             print(*cells[-1], file=sys.stderr, flush=True)
     results["draft"] = {"name": model.draft.info.name, "bytes": model.draft.bytes}
     where = f"{options.context} tokens, {'GPU' if options.gpu else 'CPU, 1 thread'}"
     title = f"one proposal of {model.draft.info.name} for {options.model}, dummy weights, {where}"
-    report(title, ["rows", "passes", "proposal, ms", "queued", "device", "pass"], cells, results, options.json)
+    report(title, ["rows", "passes", "late", "proposal, ms", "queued", "device", "pass"], cells, results, options.json)
     for rows in plan.batches:
         added = with_draft[rows] / plain[rows]
         print(f"step of {rows} rows: {plain[rows]:.3f} ms without, {with_draft[rows]:.3f} with, {added:.3f} x")
