@@ -195,7 +195,7 @@ def _make_handles_quickly() -> None:
 
 
 def _make_few_arrays() -> None:
-    """Add offsets to addresses in one new array, not in three, and repeat a number without numpy's checks."""
+    """Add offsets to addresses in one new array, not in three; repeat numbers and add axes without numpy's checks."""
     handle: Any = interpreter.TensorHandle
     sizes: dict[int, tuple[Any, int]] = {}  # of the numbers behind addresses, by the identity of their kept type
 
@@ -216,7 +216,18 @@ def _make_few_arrays() -> None:
         numbers.fill(arg.data.item())
         return handle(numbers, arg.dtype.scalar)
 
+    def expand(_builder: Any, arg: Any, axis: int) -> Any:
+        sizes = arg.data.shape
+        return handle(arg.data.reshape((*sizes[:axis], 1, *sizes[axis:])), arg.dtype.scalar)
+
+    def broadcast(_builder: Any, arg: Any, shape: Any) -> Any:
+        numbers = np.empty(shape, arg.data.dtype)
+        numbers[...] = arg.data
+        return handle(numbers, arg.dtype.scalar)
+
     interpreter.InterpreterBuilder.create_addptr = add
+    interpreter.InterpreterBuilder.create_broadcast = broadcast
+    interpreter.InterpreterBuilder.create_expand_dims = expand
     interpreter.InterpreterBuilder.create_splat = repeat
 
 
