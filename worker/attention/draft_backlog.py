@@ -117,9 +117,13 @@ def store_tokens(token_ids: torch.Tensor, tokens: torch.Tensor, batch: PagedBatc
     tokens.view(-1).index_copy_(0, slots, stored)
 
 
-def stored_tokens(tokens: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return the ids of generated tokens in slots [n] int64, [n] int32 on the device."""
-    return tokens.view(-1).index_select(0, slots).sub_(1).clamp_(min=0)  # a step that failed may have left 0
+def stored_tokens(tokens: torch.Tensor, slots: torch.Tensor, below: int) -> torch.Tensor:
+    """Return the ids of generated tokens in slots [n] int64, [n] int32 on the device.
+
+    Kernels read a table of embeddings unchecked, and a step that failed may have left anything: ids are made to be in
+    [0, below).
+    """
+    return tokens.view(-1).index_select(0, slots).sub_(1).clamp_(0, below - 1)
 
 
 def slots_or_spare(batch: PagedBatch, spare: int) -> torch.Tensor:

@@ -138,7 +138,7 @@ class DraftGraphs:
             batch, late = graph.batch, slice(rows, len(tokens))
             slots = batch.kv_slots_on_device[late].long()
             assert self._pool.tokens is not None, "a pool of another geometry"
-            batch.extra_on_device[late].copy_(stored_tokens(self._pool.tokens, slots))
+            batch.extra_on_device[late].copy_(stored_tokens(self._pool.tokens, slots, self._draft.vocab_size))
         graph.captured.replay()
         if passes > 1:
             graph = self._holding(rows)

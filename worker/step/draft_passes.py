@@ -230,7 +230,7 @@ class DraftPasses:
             counts = np.diff(np.append(breaks, len(of))).astype(np.int32)
             batch = self._pool.batch(tables[of[breaks]], at[breaks].astype(np.int32), counts)
             positions = np.minimum(at, self.context_tokens_max - 1)  # nothing is drafted beyond
-            tokens = stored_tokens(self._stored, upload(where)).long()
+            tokens = stored_tokens(self._stored, upload(where), self._draft.vocab_size).long()
             self._draft.feed(tokens, upload(positions), batch, self._pool)
             self._backlog.settle(where)
 

@@ -145,4 +145,5 @@ def test_ids_are_stored_for_generated_tokens(pool: KvPool) -> None:
     store(mixed, *[40] * size.tokens)
     assert own.tokens[[2, 1, 8], :, 0].tolist() == [[0, 1, 41, 127], [4, 7, 0, 0], [0, 127, 127, 127]]
     assert not (own.tokens[:BLOCKS] > 127).any()
-    assert stored_tokens(own.tokens, torch.tensor([4, 6, 9])).tolist() == [3, 0, 0]
+    assert stored_tokens(own.tokens, torch.tensor([4, 6, 9]), 97).tolist() == [3, 0, 0]
+    assert stored_tokens(own.tokens, torch.tensor([4, 5, 2 * BLOCK_SIZE + 3]), 60).tolist() == [3, 6, 59]
