@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import Step
-from kvforge.worker.device.device import Device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.host_file import HostFile
 from kvforge.worker.loading.draft_model import join_draft_model, join_head
 from kvforge.worker.loading.eagle_heads import load_eagle_head
@@ -26,7 +26,7 @@ from kvforge.worker.step.draft_passes import DraftPasses
 from kvforge.worker.step.host_transfers import HostTransfers
 from kvforge.worker.step.runner import StepOutcome
 from tests.worker.eagle_checkpoints import EAGLE, EagleReference, write_eagle
-from tests.worker.head_checkpoints import MtpReference, write_mtp
+from tests.worker.head_checkpoints import MtpReference, write_mtp, write_right_mtp
 from tests.worker.step.test_draft_model import drafter_of, nan_pool, proposed, without_lookup
 from tests.worker.step.test_drafts import BLOCKS, DRAFTS_MAX, SAMPLINGS, SLOTS, Answer, Drafting, answers_of, none
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
@@ -343,3 +343,43 @@ def test_steps_in_flight_write_tokens_that_only_the_device_knows(
     assert bench.caught_up == ([] if graphs else [6, 6])
     bench.rows.runner.finish(pending)
     bench.rows.close()
+
+
+def check_right_module(
+    source: Path, device: Device, dtype: str, block_size: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare proposals of a module that computes what its model does with the answer, behind steps without any."""
+    settings: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
+    plain = load_model(source, **settings)
+    want = Drafting(plain, graphs).answer(some(3), none, 40)
+    head = load_mtp_head(source, plain, "auto", 0, partial(load_model, source, **settings, mtp=True))
+    bench, answers, right = Bench(Drafted(join_head(plain, head), lambda *_: []), monkeypatch, graphs), some(3), 0
+    bench.rows.begin(answers)
+    for steps in (20, 1, 3):
+        found = proposed(bench.advance(answers, steps, due=True))
+        for mine, other in zip(answers, want, strict=True):
+            assert mine.chosen == other.chosen[: len(mine.chosen)]
+            right += found[mine.slot] == other.tokens[len(mine.tokens) :][:DRAFTS_MAX]
+    assert right == 9 if dtype == "float32" else right >= 6, "of 9 proposals"
+    bench.rows.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_right_module_goes_on_with_the_answer(
+    graphs: bool, tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_right_mtp(tmp_path, vocab_size=97)
+    check_right_module(source, cpu, "float32", BLOCK_SIZE, graphs, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_right_module_goes_on_with_the_answer_on_a_gpu(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("auto")
+    if not device.runs_kernels:
+        pytest.skip("no GPU here")
+    sizes = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64}
+    source = write_right_mtp(tmp_path, vocab_size=97, **sizes)
+    check_right_module(source, device, "bfloat16", 16, graphs, monkeypatch)
