@@ -30,19 +30,23 @@ PLANTED_EVERY = 10  # verifications of several requests' drafts
 
 def draft_always(most: int) -> None:
     """Make every worker of this process draft with each result, 1 to `most` tokens."""
-    from kvforge.worker.drafts.pacing import DraftPacing
+    from kvforge.worker.drafts.drafter import NO_ENDS, Proposals, RowEnds
+    from kvforge.worker.drafts.model import ModelDrafter
     from kvforge.worker.step.pending import PendingStep, StepOutcome
     from kvforge.worker.step.runner import ModelRunner
 
     finish: Callable[[ModelRunner, PendingStep], StepOutcome] = ModelRunner.finish
+    propose: Callable[..., Proposals] = ModelDrafter.propose
     drawn = np.random.default_rng(0)
 
     def finish_at_once(self: ModelRunner, pending: PendingStep) -> StepOutcome:
         return dataclasses.replace(finish(self, pending), duration_us=0)
 
+    def propose_some(self: ModelDrafter, slots: Any, ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:
+        return propose(self, slots, ends, min(asked, int(drawn.integers(1, most, endpoint=True))))
+
     ModelRunner.finish = finish_at_once  # type: ignore[method-assign]
-    DraftPacing.is_due = lambda *_: True  # type: ignore[method-assign]
-    DraftPacing.count = lambda *_: int(drawn.integers(1, most, endpoint=True))  # type: ignore[method-assign]
+    ModelDrafter.propose = propose_some  # type: ignore[method-assign]
 
 
 def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, most: int) -> None:
@@ -82,7 +86,12 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
         right = drawn.random(len(recorded)) < chance
         return [int(token) if is_right else int(token == 0) for token, is_right in zip(recorded, right, strict=True)]
 
-    def propose(self: LookupDrafter, slots: Any, ends: RowEnds = NO_ENDS) -> Proposals:  # noqa: ARG001
+    def propose(
+        self: LookupDrafter,
+        slots: Any,
+        ends: RowEnds = NO_ENDS,  # noqa: ARG001
+        asked: int = 0,  # noqa: ARG001
+    ) -> Proposals:
         found = self.found(slots)
         for slot in slots:
             number = numbers.get(slot, -1)

@@ -139,6 +139,9 @@ class SavedRequest(Saved):
     draft_count: int = 0
     draft_chance: int = -1
     draft_later: int = -1
+    draft_by_model: bool = False
+    draft_good: int = 0
+    draft_expected: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -154,6 +154,23 @@ class SavedRowCosts(Saved):
     way_before: int = -1
 
 
+class SavedModelDrafts(Saved):
+    """The `ModelDrafts` of a group."""
+
+    most: int
+    first_good: int
+    first_tried: int
+    later_good: int
+    later_tried: int
+    pass_time: Big
+    last_pass: Big
+    pass_before: Big
+    trial: int
+    trying: bool
+    waits: int
+    next_trial: int
+
+
 class SavedPauses(Saved):
     """The `Pauses` of a group."""
 
@@ -420,6 +437,7 @@ class SavedGroup(Saved):
     drafted_total: int = 0
     accepted_total: int = 0
     row_costs: SavedRowCosts | None = None
+    model_drafts: SavedModelDrafts | None = None
     draft_wait: int = 0
     drafts_from: int = 0
     host: SavedHostCopies | None = None

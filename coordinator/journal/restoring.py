@@ -268,15 +268,16 @@ class _Restoring:
             drafts=saved.drafts,
         )
         group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
-        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs", "row_costs", "pauses", "host")
+        parts = ("pool", "index", "sent", "steady", "costs", "row_costs", "model_drafts", "pauses", "host")
+        self._fields.restore(group, saved, *parts)
         if saved.host is not None:
             cache = self._machine.cache
             tier = cache.host_tiers.tiers[saved.host.identity]
             sight = -(-group.window // cache.blocks.block_size)
             copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count, sight)
             copies.compute_costs = group.costs
-            parts = ("identity", "backlog", "write_costs", "read_costs", "disk")
-            group.host = pool.host = self._fields.restore(copies, saved.host, *parts)
+            apart = ("identity", "backlog", "write_costs", "read_costs", "disk")
+            group.host = pool.host = self._fields.restore(copies, saved.host, *apart)
             for costs, line in (
                 (copies.write_costs, saved.host.write_costs),
                 (copies.read_costs, saved.host.read_costs),
@@ -293,6 +294,8 @@ class _Restoring:
         if saved.row_costs is not None:
             self._fields.restore(group.row_costs, saved.row_costs, "line")
             self._fields.restore(group.row_costs.line, saved.row_costs.line)
+        if saved.model_drafts is not None:
+            self._fields.restore(group.model_drafts, saved.model_drafts)
         if saved.pauses is not None:
             self._fields.restore(group.pauses, saved.pauses)
         return group

@@ -124,6 +124,7 @@ class _Saving:
             steady=self._of(c.SavedSteady, group.steady) if group.steady is not None else None,
             costs=self._of(c.SavedCosts, group.costs),
             pauses=self._of(c.SavedPauses, group.pauses),
+            model_drafts=self._of(c.SavedModelDrafts, group.model_drafts),
             row_costs=self._of(c.SavedRowCosts, group.row_costs, line=self._of(c.SavedCosts, group.row_costs.line)),
             host=self._host(group),
         )

@@ -138,6 +138,8 @@ class Step(Message, frozen=True, tag="step"):
         host_reads: [4 * n] int32, as `host_writes`: copy a whole host block to a block, if its tag is this one. A
             worker that cannot make all copies of a step fails, because later steps depend on them.
         host_wipes: [n] int32 distinct host blocks to overwrite with zeros, with their tags. No copy uses them.
+        propose: How many tokens the draft model proposes at most for each row that samples; 0: none. No step follows
+            until the result of one with `propose`. Sent only after a WorkerReady with `model_drafts`.
     """
 
     FRAMES = (
@@ -172,6 +174,7 @@ class Step(Message, frozen=True, tag="step"):
     host_writes: Int32Array = NO_INT32
     host_reads: Int32Array = NO_INT32
     host_wipes: Int32Array = NO_INT32
+    propose: int = 0
 
 
 class DiskScan(Message, frozen=True, tag="disk_scan"):

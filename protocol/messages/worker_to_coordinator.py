@@ -81,6 +81,8 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
             `WorkerWelcome.drafts_max`. 0: it drafts none, and takes no step with drafts. `wants_kinds` may be unset.
         draft_states: If the model has a recurrent state, the most drafts of a step in all rows: the worker keeps the
             state behind each until it knows which are accepted. 0: it takes no step with drafts then.
+        model_drafts: The most tokens that the worker's draft model or heads propose for a row (`Step.propose`), at most
+            `drafts`; 0: it has none.
         host_blocks: Blocks of the host file that the worker has mapped and locked; 0: it has none.
         host_identity: Identifies the file and all that its content depends on apart from tokens and salt. A worker that
             announces the identity of an earlier one finds that worker's content.
@@ -106,6 +108,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     window_blocks: int = 0
     drafts: int = 0
     draft_states: int = 0
+    model_drafts: int = 0
     host_blocks: int = 0
     host_identity: str = ""
     host_new: bool = False
@@ -137,7 +140,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
 
     `draft_slots`, `draft_counts` and `draft_tokens` propose drafts. Those of a slot follow the last token in this
     result, also where later steps with the slot are in flight. They are a hint: the coordinator verifies all, a prefix
-    or none of them, and keeps those of one result until the next result with the slot.
+    or none of them, and keeps those of one result until the next result with the slot. Those of a draft model come
+    first.
 
     Attributes:
         top_counts: [sampled] int32, as in Stream.
@@ -160,6 +164,9 @@ class StepResult(Message, frozen=True, tag="step_result"):
             them. The reason is MISSED_TAG or MISSED_CHECKSUM.
         host_write_us: How long the copies of `Step.host_writes` took; 0 for none, or where it was not measured.
         host_read_us: The same of `Step.host_reads`.
+        draft_model_rows: How many of `draft_slots`, the first ones, have proposals of a draft model, which
+            `Step.propose` asked for.
+        draft_us: How long its passes took.
         idle_us: How long the device had nothing to do between the end of the step before and the first work of this
             one; -1 where it was not measured.
     """
@@ -205,6 +212,8 @@ class StepResult(Message, frozen=True, tag="step_result"):
     host_write_us: int = 0
     host_read_us: int = 0
     idle_us: int = -1
+    draft_model_rows: int = 0
+    draft_us: int = 0
 
 
 class DiskEntries(Message, frozen=True, tag="disk_entries"):

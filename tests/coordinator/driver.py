@@ -189,6 +189,8 @@ class FakeWorker:
         assert step.slots.size + step.drafts.sum() <= limits.schedule.step_rows_max
         assert not step.drafts.size or not self.inbox, "a step with drafts behind a step in flight"
         assert not step.drafts.size or step.drafts.any(), "a step with drafts has none"
+        assert not self.inbox or not self.inbox[-1].propose, "a step behind one that asks for proposals"
+        assert 0 <= step.propose <= self.machine.limits.schedule.drafts_max
         assert step.counts.sum() == step.tokens.size <= limits.schedule.step_tokens_max
         assert step.slots.size == np.unique(step.slots).size
         assert step.counts.size == 0 or step.counts.min() >= 1
@@ -223,6 +225,7 @@ class FakeWorker:
         rows = zip(*(a.tolist() for a in (step.slots, step.starts, step.counts, step.samples, drafts)), strict=True)
         chosen: list[int] = []
         proposed: dict[int, list[int]] = {}
+        by_model: dict[int, list[int]] = {}
         for slot, start, count, sample, drafted in rows:
             tokens = [self.last_token.get(slot, -1) if t == -1 else t for t in step.tokens[fed : fed + count].tolist()]
             fed += count
@@ -239,8 +242,13 @@ class FakeWorker:
                 chosen += accepted
                 if most := self.begins[slot].drafts:
                     before = self._context(slot, start + count - 1 - drafted + len(accepted) - 1)
-                    proposed[slot] = self.propose(slot, fingerprint(before, accepted[-1]))[:most]
-        proposed = {slot: tokens for slot, tokens in proposed.items() if tokens}
+                    context = fingerprint(before, accepted[-1])
+                    by_model[slot] = (
+                        self.propose_asked(slot, context)[: min(most, step.propose)] if step.propose else []
+                    )
+                    proposed[slot] = [] if by_model[slot] else self.propose(slot, context)[:most]
+        by_model = {slot: tokens for slot, tokens in by_model.items() if tokens}
+        proposed = by_model | {slot: tokens for slot, tokens in proposed.items() if tokens}
         return StepResult(
             step_id=step.step_id,
             epoch=self.epoch,
@@ -251,6 +259,7 @@ class FakeWorker:
             draft_slots=int32(list(proposed)),
             draft_counts=int32([len(tokens) for tokens in proposed.values()]),
             draft_tokens=int32([token for tokens in proposed.values() for token in tokens]),
+            draft_model_rows=len(by_model),
             **columns_of(scores),
         )
 
@@ -265,6 +274,10 @@ class FakeWorker:
 
     def propose(self, slot: int, context: int) -> list[int]:
         """Return the tokens that are proposed behind a context."""
+        return []
+
+    def propose_asked(self, slot: int, context: int) -> list[int]:
+        """Return the tokens that the draft model proposes behind a context."""
         return []
 
     def _context(self, slot: int, position: int) -> int:
@@ -308,11 +321,12 @@ class Driver:
         state_blocks: blocks of a sequence's recurrent state in such workers.
         prompt_chunk: the tokens of their prompt chunks.
         draft_states: the most drafts of a step of such workers.
+        model_drafts: the most tokens that their draft models propose.
         window: window, window_pages and window_blocks of such workers.
     """
 
     wants_kinds = False
-    state_blocks, prompt_chunk, draft_states = 0, 1, 0
+    state_blocks, prompt_chunk, draft_states, model_drafts = 0, 1, 0, 0
     window = (0, 0, 0)
 
     worker_type: type[FakeWorker] = FakeWorker
@@ -457,6 +471,7 @@ class Driver:
             window_blocks=self.window[2],
             drafts=self.machine.limits.schedule.drafts_max,
             draft_states=self.draft_states,
+            model_drafts=self.model_drafts,
         )
 
     def lose(self, worker: FakeWorker) -> None:

@@ -10,12 +10,9 @@ from collections.abc import Callable
 
 import kvforge.worker.__main__ as worker_main
 
-DRAFTED = 4
-
 
 def draft_always() -> None:
     """Make every worker of this process draft with each result."""
-    from kvforge.worker.drafts.pacing import DraftPacing
     from kvforge.worker.step.pending import PendingStep, StepOutcome
     from kvforge.worker.step.runner import ModelRunner
 
@@ -25,8 +22,6 @@ def draft_always() -> None:
         return dataclasses.replace(finish(self, pending), duration_us=0)
 
     ModelRunner.finish = finish_at_once  # type: ignore[method-assign]
-    DraftPacing.is_due = lambda *_: True  # type: ignore[method-assign]
-    DraftPacing.count = lambda *_: DRAFTED  # type: ignore[method-assign]
 
 
 def main() -> int:

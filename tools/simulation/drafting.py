@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.protocol.messages import GENERATED, NO_INT32, Int32Array, Step
+from kvforge.protocol.messages import GENERATED, NO_INT32, Step
 from tools.simulation.draws import Draws
 from tools.simulation.model import Oracle, choose, fingerprint_of
 
 SILENT_SHARE, WRONG_SHARE = 0.25, 0.35
+LOOKED_UP = 4  # of so many proposals of a step that asks its draft model, one is looked up
 
 
 def drafts_of(step: Step) -> list[int]:
@@ -29,6 +30,8 @@ def check_drafts(step: Step, waiting: list[Step], drafts_max: int, rows_max: int
         rows_max: The most rows with drafts.
         states_max: The most drafts of all rows for which there are recurrent states.
     """
+    if step.propose and waiting:
+        return f"{len(waiting)} steps behind one that asks for {step.propose} tokens of each row"
     if not step.drafts.size:
         return ""
     drafted = step.drafts > 0
@@ -86,8 +89,14 @@ def proposed(oracle: Oracle, generated: int, most: int, vocabulary: int, random:
     return tokens
 
 
-def proposals(found: dict[int, list[int]]) -> dict[str, Int32Array]:
-    """Return the proposals of slots as fields of a result."""
+def proposals(found: dict[int, list[int]], asked: int, pass_us: int) -> dict[str, Any]:
+    """Return the proposals of slots as fields of a result.
+
+    Args:
+        found: The proposals.
+        asked: How many tokens of each row the step asked of the draft model.
+        pass_us: What a token of it takes.
+    """
     found = {slot: tokens for slot, tokens in found.items() if tokens}
     if not found:
         return {}
@@ -96,4 +105,9 @@ def proposals(found: dict[int, list[int]]) -> dict[str, Int32Array]:
         "draft_counts": [len(tokens) for tokens in found.values()],
         "draft_tokens": [token for tokens in found.values() for token in tokens],
     }
-    return {name: np.array(column, np.int32) if column else NO_INT32 for name, column in columns.items()}
+    modelled = len(found) - len(found) // LOOKED_UP if asked else 0
+    passes = max(columns["draft_counts"][:modelled], default=0)
+    return {name: np.array(column, np.int32) if column else NO_INT32 for name, column in columns.items()} | {
+        "draft_model_rows": modelled,
+        "draft_us": passes * pass_us,
+    }

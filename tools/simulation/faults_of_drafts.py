@@ -12,6 +12,7 @@ import numpy as np
 
 from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.groups import Group
+from kvforge.coordinator.core.cache.model_drafts import ModelDrafts
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.scheduling import scheduler
 from kvforge.coordinator.core.scheduling.admission import Admission
@@ -146,6 +147,31 @@ def step_planned_behind_drafts() -> list[Patch]:
         return self._limits.steps_in_flight_max
 
     return [(Scheduler, "_in_flight_max", in_flight_max)]
+
+
+@fault
+def step_planned_behind_one_that_asks() -> list[Patch]:
+    """A step follows one whose proposals of a draft model are still to come."""
+    real = Scheduler._in_flight_max
+
+    def in_flight_max(self: Scheduler, group: Group) -> int:
+        asks = bool(group.sent and group.sent[-1].message.propose and not group.sent[-1].message.drafts.size)
+        return self._limits.steps_in_flight_max if asks and not group.proposals else real(self, group)
+
+    return [(Scheduler, "_in_flight_max", in_flight_max)]
+
+
+@fault
+def draft_model_learns_nothing_in_a_restart() -> list[Patch]:
+    """A snapshot is read back without what is known of a draft model."""
+    real = restoring._Restoring._group
+
+    def group(self: Any, saved: Any) -> Group:
+        found = real(self, saved)
+        found.model_drafts = ModelDrafts(found.model_drafts.most)
+        return found
+
+    return [(restoring._Restoring, "_group", group)]
 
 
 @fault

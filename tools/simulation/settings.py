@@ -47,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         window: tokens that layers with a sliding window see; 0 for a model without such layers.
         drafts: the most drafts of a row; 0 for none.
         draft_states: the most drafts of a step of a model with a recurrent state.
+        model_drafts: the most tokens that a draft model proposes.
         batches: share of the requests that are of a batch.
         measures: workers report how long their steps took, so that few drafts may pay.
         window_pages: blocks with the KV of these layers for one block of tokens.
@@ -109,6 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     window_pages: int = 0
     drafts: int = 0
     draft_states: int = 0
+    model_drafts: int = 0
     batches: float = 0.0
     measures: bool = True
     host_blocks: int = 0
@@ -325,7 +327,7 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
     if random.random() >= share:
         return settings
     rows = settings.step_rows_max + random.choice((1, 3, 8))
-    return msgspec.structs.replace(
+    drafting = msgspec.structs.replace(
         settings,
         drafts=random.choice((1, 2, 4, 8)),
         measures=random.random() < MEASURES_SHARE,
@@ -335,6 +337,8 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
         step_tokens_max=max(settings.step_tokens_max, rows),
         draft_states=random.choice((1, 2, 4, 8)) if settings.state_blocks else 0,
     )
+    # Not drawn, so that nothing else changes.
+    return msgspec.structs.replace(drafting, model_drafts=drafting.sequences_max % 2 * drafting.drafts)
 
 
 def with_batches(settings: Settings, random: Random, share: float = BATCHES_SHARE) -> Settings:

@@ -67,6 +67,7 @@ ANSWERS_KEPT = 16  # more than the steps in flight
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
 PAGE = 10 * CONTEXT_MAX
+PASS_OF = 4  # a pass of a draft model takes 1 / PASS_OF of its step
 COPY_US = 40  # time of a host copy: of a block
 SPOILED = -2  # the position of KV that was not found on the host, and of what was computed from it
 SPOILED_PAGE = StatePage(SPOILED, EMPTY, 0)  # likewise of a state
@@ -531,6 +532,7 @@ class SimulatedWorker:
             "window_blocks": settings.ring_blocks,
         }
         pool |= {"drafts": settings.drafts, "draft_states": settings.draft_states}
+        pool |= {"model_drafts": settings.model_drafts}
         if self._file is not None:
             pool |= {"host_blocks": self._file.blocks, "host_identity": self._file.identity}
             pool |= {"host_new": not self._file.filled()}
@@ -628,7 +630,7 @@ class SimulatedWorker:
             short = (result.slots[row:], result.tokens[row:], result.logprobs[row:], *tops)
             drafts = dict.fromkeys(("draft_slots", "draft_counts", "draft_tokens"), NO_INT32)
             columns = dict(zip(names, short, strict=True)) | drafts
-            return msgspec.structs.replace(result, duration_us=0, **columns)
+            return msgspec.structs.replace(result, duration_us=0, draft_model_rows=0, draft_us=0, **columns)
         if how == "step":
             return StepResult(result.step_id + 1, result.epoch)
         if how == "epoch":
@@ -901,7 +903,8 @@ class SimulatedWorker:
                 tops += [tops_of(token, row.tops, vocabulary) for token in own]
                 if row.drafts:
                     oracle = self._host.oracle(row.request_id)
-                    drafts[slot] = proposed(oracle, row.generated, row.drafts, vocabulary, self._random)
+                    most = min(row.drafts, step.propose or row.drafts)
+                    drafts[slot] = proposed(oracle, row.generated, most, vocabulary, self._random)
         result = StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
@@ -911,7 +914,8 @@ class SimulatedWorker:
             tokens=np.array(chosen, np.int32),
             logprobs=-np.array(chosen, np.float32),
         )
-        if columns := proposals(drafts):
+        pass_us = took_us // PASS_OF if self._host.settings.measures else 0
+        if columns := proposals(drafts, step.propose, pass_us):
             result = msgspec.structs.replace(result, **columns)
         pairs = [pair for row_tops in tops for pair in row_tops]
         if not pairs:

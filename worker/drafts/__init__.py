@@ -10,5 +10,4 @@ if it is the token that is sampled without drafts (`kvforge.worker.sampling.ahea
 | `recent` | the histories of recent requests of the same tenant |
 | `lookup` | proposes what followed the last tokens earlier in the same request or in recent ones |
 | `model` | proposes by a draft model, where lookup finds no long run |
-| `pacing` | when a draft model proposes, and how many tokens |
 """

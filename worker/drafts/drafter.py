@@ -39,22 +39,37 @@ class Proposals:
         slots: [n] int32, slots with at least one drafted token.
         counts: [n] int32, drafted tokens of each, 1 or more.
         tokens: [sum(counts)] int32, slot after slot.
+        model_rows: How many of the slots, the first ones, have drafts of a model.
+        took_us: How long that model took.
     """
 
     slots: Int32Array
     counts: Int32Array
     tokens: Int32Array
+    model_rows: int = 0
+    took_us: int = 0
 
     @classmethod
-    def of(cls, drafts: dict[int, list[int]]) -> Proposals:
-        """Return the drafts by slot as arrays, without slots that have none."""
-        drafts = {slot: tokens for slot, tokens in drafts.items() if tokens}
-        if not drafts:
+    def of(
+        cls, drafts: Mapping[int, list[int]], by_model: Mapping[int, list[int]] = MappingProxyType({}), took_us: int = 0
+    ) -> Proposals:
+        """Return drafts as arrays, without slots that have none.
+
+        Args:
+            drafts: The drafts by slot.
+            by_model: Those of a model, of other slots.
+            took_us: How long the model took.
+        """
+        modelled = {slot: tokens for slot, tokens in by_model.items() if tokens}
+        found = modelled | {slot: tokens for slot, tokens in drafts.items() if tokens}
+        if not found:
             return NO_PROPOSALS
         return cls(
-            np.array(list(drafts), np.int32),
-            np.array([len(tokens) for tokens in drafts.values()], np.int32),
-            np.array([token for tokens in drafts.values() for token in tokens], np.int32),
+            np.array(list(found), np.int32),
+            np.array([len(tokens) for tokens in found.values()], np.int32),
+            np.array([token for tokens in found.values() for token in tokens], np.int32),
+            len(modelled),
+            took_us,
         )
 
 
@@ -69,15 +84,11 @@ class RowEnd:
         token: The last token of the answer.
         position: Its position: its K and V are not computed yet.
         table: [blocks] int32, the blocks that the row has, pool-local. It may write behind `position` in the last one.
-        drafted: Drafts that the step verified for the slot.
-        accepted: How many of these became tokens.
     """
 
     token: int
     position: int
     table: Int32Array
-    drafted: int = 0
-    accepted: int = 0
 
 
 RowEnds = Mapping[int, RowEnd]  # by slot
@@ -108,13 +119,13 @@ class Drafter(Protocol):
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; a slot without proposals is ignored."""
 
-    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:
         """Propose the next tokens of each of the slots.
 
         Args:
             slots: The slots.
-            ends: Where their answers go on; a drafter without a model ignores it. A slot that is missing has a row in
-                flight, or failed.
+            ends: Where their answers go on; a drafter without a model ignores it. A slot that is missing failed.
+            asked: The most tokens of a model for each slot; 0: it proposes none.
         """
 
     def forget(self) -> None:

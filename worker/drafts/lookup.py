@@ -69,7 +69,7 @@ class LookupDrafter:
             for token in tokens:
                 history.append(token)
 
-    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:  # noqa: ARG002
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:  # noqa: ARG002
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
         return Proposals.of(self.found(slots))
 

@@ -3,14 +3,13 @@
 The draft model computes the K and V of the tokens since its last proposal, and then one drafted token of all rows in
 one pass. The time of the first part counts as that of the proposal. Answers that repeat themselves are drafted by
 lookup, which takes no pass, as long as its tokens are right: the coordinator learns one chance for the drafts of a
-request, and wrong ones of lookup would hide that the model's are right. `pacing` decides when the model proposes, and
-how many tokens.
+request, and wrong ones of lookup would hide that the model's are right. The coordinator decides when the model
+proposes, and how many tokens (`Step.propose`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +18,6 @@ from kvforge.protocol.messages import Int32Array
 from .drafter import NO_ENDS, DrafterCosts, Proposals, RowEnds
 from .history import LENGTHS
 from .lookup import LookupDrafter
-from .pacing import DraftPacing
 
 LOOKUP_RIGHT = 0.4  # of the tokens that lookup names next; below, its drafts are not proposed
 LOOKUP_FIRST = 0.5  # what is expected of a new request
@@ -56,7 +54,6 @@ class DraftModel(Protocol):
         tokens_max: The most tokens of a row.
         context_tokens_max: The longest row, in tokens.
         took_ns: What the passes of the last call took, in nanoseconds.
-        step_ns: What the model's last step took, as the worker sets it.
     """
 
     device_bytes: int
@@ -66,7 +63,6 @@ class DraftModel(Protocol):
     tokens_max: int
     context_tokens_max: int
     took_ns: int
-    step_ns: int
 
     def continue_rows(self, rows: Sequence[DraftRow]) -> list[list[int]]:
         """Return `DraftRow.count` tokens of each row, or none if it is far behind; no rows if the device failed."""
@@ -78,16 +74,13 @@ class ModelDrafter:
     Args:
         lookup: Looks up runs of the last tokens.
         model: The draft model.
-        now_ns: A monotonic clock, in nanoseconds.
     """
 
-    def __init__(self, lookup: LookupDrafter, model: DraftModel, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self.lookup, self._model, self._now_ns = lookup, model, now_ns
-        self.pacing = DraftPacing()
+    def __init__(self, lookup: LookupDrafter, model: DraftModel) -> None:
+        self.lookup, self._model = lookup, model
         self._most: dict[int, int] = {}  # by slot
         self._looked: dict[int, int] = {}  # by slot: the next token by lookup, proposed or not
         self._right: dict[int, float] = {}  # by slot: how often such a token was right, averaged
-        self._proposed: frozenset[int] = frozenset()  # slots of the model's last proposals
 
     @property
     def costs(self) -> DrafterCosts:
@@ -102,8 +95,6 @@ class ModelDrafter:
         self._most[slot] = most
         self._looked.pop(slot, None)
         self._right[slot] = LOOKUP_FIRST
-        self._proposed -= {slot}
-        self.pacing.begin(slot)
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; see `Drafter.append`."""
@@ -111,22 +102,15 @@ class ModelDrafter:
         if tokens and (named := self._looked.pop(slot, None)) is not None:
             self._right[slot] += ((named == tokens[0]) - self._right[slot]) / AVERAGED
 
-    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS) -> Proposals:
+    def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
-        verified = self._proposed.intersection(ends)
-        self.pacing.verified((slot, end.drafted, end.accepted) for slot in verified if (end := ends[slot]).drafted)
-        self._proposed -= frozenset(slots)  # of a slot without an end, nothing is known
-        found = self._looked_up(slots, LENGTHS[0])
-        self.pacing.stepped(self._model.step_ns)
-        rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends)) is not None}
-        if 0 < len(rows) <= self._model.rows_max and self.pacing.is_due(self._now_ns(), len(rows)):
-            drafted = self._model.continue_rows(list(rows.values()))
-            found |= {slot: tokens for slot, tokens in zip(rows, drafted, strict=False) if tokens}
-            self._proposed |= frozenset(rows)
-            passes = max(row.count for row in rows.values())
-            self.pacing.proposed(self._now_ns(), self._model.took_ns, len(rows), passes)
-        left = [slot for slot in slots if slot not in found]
-        return Proposals.of(found | self._looked_up(left) if left else found)
+        found, by_model, took_us = self._looked_up(slots, LENGTHS[0]), dict[int, list[int]](), 0
+        rows = {slot: row for slot in slots if slot not in found and (row := self._row(slot, ends, asked)) is not None}
+        if 0 < len(rows) <= self._model.rows_max:
+            by_model = dict(zip(rows, self._model.continue_rows(list(rows.values())), strict=False))
+            took_us = self._model.took_ns // 1000
+        left = [slot for slot in slots if slot not in found and not by_model.get(slot)]
+        return Proposals.of(found | self._looked_up(left) if left else found, by_model, took_us)
 
     def _looked_up(self, slots: Sequence[int], run_min: int = 0) -> dict[int, list[int]]:
         """Return what lookup proposes for slots where it is right; note what it names next for all."""
@@ -134,13 +118,13 @@ class ModelDrafter:
         self._looked |= {slot: tokens[0] for slot, tokens in found.items()}
         return {slot: tokens for slot, tokens in found.items() if self._right[slot] >= LOOKUP_RIGHT}
 
-    def _row(self, slot: int, ends: RowEnds) -> DraftRow | None:
+    def _row(self, slot: int, ends: RowEnds, asked: int) -> DraftRow | None:
         """Return the row of a slot that the model can continue; None for another."""
         if slot not in ends:
             return None
         end = ends[slot]
         room = self._model.context_tokens_max - end.position
-        count = min(self._most.get(slot, 0), self.pacing.count(slot), self._model.tokens_max, room)
+        count = min(self._most.get(slot, 0), asked, self._model.tokens_max, room)
         return DraftRow(slot, end.token, end.position, end.table, count) if count > 0 else None
 
     def remembered(self, slot: int) -> list[int]:
@@ -150,7 +134,5 @@ class ModelDrafter:
     def forget(self) -> None:
         """Forget every slot and every request that has ended."""
         self.lookup.forget()
-        self.pacing.forget()
         for of_slots in (self._most, self._looked, self._right):
             of_slots.clear()
-        self._proposed = frozenset()

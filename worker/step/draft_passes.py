@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -47,7 +47,6 @@ class DraftPasses:
         draft: The draft model or the heads.
         pool: The pool of the model that it drafts for.
         vocab_size: The size of that model's vocabulary; either may be padded further than the other.
-        before: Called before passes are queued.
         step_tokens_max: Most tokens of a step, for which there is memory.
 
     Attributes:
@@ -58,12 +57,7 @@ class DraftPasses:
     graphs: DraftGraphs | None = None
 
     def __init__(
-        self,
-        draft: DraftSource,
-        pool: KvPool,
-        vocab_size: int,
-        before: Callable[[], None] = lambda: None,
-        step_tokens_max: int = CAUGHT_UP_MAX,
+        self, draft: DraftSource, pool: KvPool, vocab_size: int, step_tokens_max: int = CAUGHT_UP_MAX
     ) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
         assert pool.beside.tokens is not None and pool.beside.backlog is not None, "a pool of another geometry"
@@ -76,7 +70,7 @@ class DraftPasses:
         self.rows_max, self.tokens_max = DRAFT_ROWS_MAX, DRAFT_TOKENS_MAX
         self.device_bytes, self.block_bytes = draft.bytes + pool.beside.bytes, pool.beside.geometry.bytes_per_block
         self.reads_hidden = draft.reads_hidden
-        self._before, self._failed, self.took_ns, self.step_ns = before, False, 0, 0
+        self._failed, self.took_ns = False, 0
         self._tokens = min(vocab_size, draft.vocab_size)
         self._caught_up_max = min(CAUGHT_UP_MAX, step_tokens_max)
 
@@ -97,7 +91,6 @@ class DraftPasses:
 
         A row for which there is too much to catch up has none either.
         """
-        self._before()
         started_ns = time.monotonic_ns()
         try:
             return self._continue(rows)

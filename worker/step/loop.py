@@ -326,6 +326,7 @@ class Worker:
             window_blocks=self._engine.ring_blocks,
             drafts=self._engine.runner.limits.drafts_max,
             draft_states=pool.geometry.draft_states,
+            model_drafts=self._engine.runner.model_drafts,
             host_blocks=host.file.blocks if host is not None else 0,
             host_identity=host.file.identity if host is not None else "",
             host_new=host is not None and not host.file.found,
@@ -505,6 +506,8 @@ class Worker:
             draft_slots=outcome.proposals.slots,
             draft_counts=outcome.proposals.counts,
             draft_tokens=outcome.proposals.tokens,
+            draft_model_rows=outcome.proposals.model_rows,
+            draft_us=outcome.proposals.took_us,
             host_copied=pending.host_copied,
             host_missed=pending.host_missed,
         )

@@ -122,8 +122,8 @@ class PendingStep:
         shaped: Grammar state of those that have sampled, by slot.
         scored: Scored prompt tokens on their way to the host.
         drafted: Slots of rows with drafts: their state is known once the step is finished.
+        propose: The most tokens that a draft model proposes for each row behind it; 0: none.
         rows: The rows that run, without those that failed a check; None before.
-        ended_ns: When its work was seen to have ended, before it is finished, on the monotonic clock; 0: not yet.
         host: The copies from and to the host; None for a step without any.
         host_copied: The host blocks of these copies, as in StepResult.
         host_missed: The host blocks that were not found, as in StepResult; known once the step is finished.
@@ -147,8 +147,8 @@ class PendingStep:
     shaped: dict[int, GrammarRow] = field(default_factory=dict)
     scored: list[ScoredPart] = field(default_factory=list)
     drafted: frozenset[int] = frozenset()
+    propose: int = 0
     rows: Rows | None = None
-    ended_ns: int = 0
     host: HostWork | None = None
     host_copied: Int32Array = field(default_factory=lambda: NO_INT32)
     host_missed: Int32Array = field(default_factory=lambda: NO_INT32)

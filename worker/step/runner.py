@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -149,7 +149,7 @@ class ModelRunner:
         self.drafter: Drafter | None = LookupDrafter(slots_max, context) if self.limits.drafts_max else None
         self._draft_passes: DraftPasses | None = None
         if model.draft is not None and self.drafter is not None:
-            self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, self._note_end, step_tokens_max)
+            self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, step_tokens_max)
             self.drafter = ModelDrafter(LookupDrafter(slots_max, context), self._draft_passes)
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
@@ -178,6 +178,11 @@ class ModelRunner:
                 )
             if self._draft_passes is not None:
                 self.draft_graphs = self._draft_passes.use_graphs(rows, width, self.graphs.memory)
+
+    @property
+    def model_drafts(self) -> int:
+        """The most tokens that a draft model proposes for a row; 0: there is none."""
+        return min(self._draft_passes.tokens_max, self.limits.drafts_max) if self._draft_passes is not None else 0
 
     def run(
         self,
@@ -230,6 +235,7 @@ class ModelRunner:
             errors={},
             sampled=[],
             started_ns=started_ns,
+            propose=step.propose,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
         fault = find_malformed(step, tables, self.limits, states, windows)
@@ -601,7 +607,7 @@ class ModelRunner:
             pending.errors.update((slot, WorkerError(NOT_FINITE)) for slot in broken_slots)
         for slot, spoiled in pending.spoiled.items():
             pending.errors.setdefault(slot, spoiled)
-        arrived_ns = pending.ended_ns or time.monotonic_ns()
+        arrived_ns = time.monotonic_ns()
         self._under_way.popleft()
         begun = frozenset(slot for later in self._under_way for slot in later.begun)
         if pending.drafted:
@@ -616,8 +622,6 @@ class ModelRunner:
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
         pending.idle_us = self._idle_us(pending)
         took_ns = arrived_ns - max(pending.started_ns, before_ns)
-        if self._draft_passes is not None:
-            self._draft_passes.step_ns = took_ns
         outcome = joined(read, pending, took_ns // 1000)
         if scored:
             outcome = replace(outcome, prompts=unpacked(scored, pending.errors))
@@ -669,17 +673,9 @@ class ModelRunner:
         for slot in slots:
             drafter.append(slot, chosen[slot])
         ends = NO_ENDS
-        if self._draft_passes is not None and 0 < len(slots) <= self._draft_passes.rows_max:
-            ends = row_ends(pending, self._under_way[0] if self._under_way else None, chosen, self.pool.block_size)
-        return drafter.propose(slots, ends)
-
-    def _note_end(self) -> None:
-        """Note when a step in flight ends, before passes of a draft model are queued behind it: they are not its."""
-        for later in self._under_way:
-            if later.end is not None and not later.ended_ns:
-                with suppress(RuntimeError):  # `finish` reports the failure
-                    later.end.wait()
-                later.ended_ns = time.monotonic_ns()
+        if pending.propose and self._draft_passes is not None and not self._under_way:
+            ends = row_ends(pending, chosen, self.pool.block_size)
+        return drafter.propose(slots, ends, pending.propose)
 
     def _lost(self, pending: PendingStep, error: Exception) -> None:
         """Fail all rows of a step after a failure that cannot be attributed to one row."""

@@ -17,6 +17,7 @@ from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
 from .disk_copies import DiskCopies
 from .host_copies import HostCopies
+from .model_drafts import ModelDrafts
 from .pauses import Pauses
 from .row_costs import RowCosts
 from .sequences import NextCells, Slots
@@ -177,6 +178,7 @@ class Group:
         expected: A proposal for each row that is compared with its tokens, by slot: the run of the row, how many
             tokens were right, and the proposal.
         draft_chance, draft_later: The averages of its requests' chances; see `scheduling.draft_choice`.
+        model_drafts: What is known of its draft model.
         row_costs: The costs of steps without prompt tokens, of a worker that drafts or has requests of batches.
         draft_wait: For how many steps it took no proposals when drafts did not pay, 0 since they did.
         drafts_from: The step from which on it takes proposals; 0: it takes them.
@@ -208,6 +210,7 @@ class Group:
         self.proposals: dict[int, tuple[int, ...]] = {}
         self.expected: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self.draft_chance = self.draft_later = 512
+        self.model_drafts = ModelDrafts(min(ready.model_drafts, self.drafts))
         self.row_costs = RowCosts()
         self.draft_wait = self.drafts_from = 0
         self.drafted_total = self.accepted_total = 0

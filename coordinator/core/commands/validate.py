@@ -276,6 +276,10 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
     if not 0 <= message.drafts <= limits.schedule.drafts_max:
         most = limits.schedule.drafts_max
         raise ProtocolError(f"worker {name}: drafts must be 0 to schedule.drafts_max = {most}, not {message.drafts}")
+    if not 0 <= message.model_drafts <= message.drafts:
+        raise ProtocolError(
+            f"worker {name}: model_drafts must be 0 to drafts = {message.drafts}, not {message.model_drafts}"
+        )
     if not 0 <= message.draft_states <= DRAFT_STATES_MAX:
         raise ProtocolError(f"worker {name}: draft_states must be 0 to {DRAFT_STATES_MAX}, not {message.draft_states}")
     _states(name, message, limits)

@@ -15,13 +15,13 @@ from ..cache.host_copies import HostCopies
 from ..cache.host_node import NO_HOST_BLOCK
 from ..cache.host_yield import WHOLE, permille
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.model_drafts import CERTAIN, ModelDrafts, own_chance
 from ..cache.placement import Placement
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable
 from ..scheduling.admission import Admission
-from ..scheduling.draft_choice import CERTAIN
 from ..scheduling.rows import BATCH_PRIORITY
 from ..waits import DISK, GRAMMAR, HOST, SIBLING, Wait
 from .spent import duration, where_time_went
@@ -172,7 +172,8 @@ class Explainer:
         if self._cache.groups[int(s.pool[slot])].away:
             away = "it waits for its worker to reconnect after a restart: it continues then, or elsewhere"
             return subject, [runs, away], {**facts, "limit": "away"}
-        sentences = [runs, *self._state(slot), *self._load(slot), *_returns(request), *_drafts(request)]
+        model = self._cache.groups[int(s.pool[slot])].model_drafts
+        sentences = [runs, *self._state(slot), *self._load(slot), *_returns(request), *_drafts(request, model)]
         facts.update(_draft_facts(request))
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
@@ -397,19 +398,27 @@ def _returns(request: Request) -> list[str]:
     return [f"{done}: {how.read} of the {how.found} blocks there were read, since {copy} and {compute}"]
 
 
-def _drafts(request: Request) -> list[str]:
-    """Return a sentence about what was drafted for a request, if anything was."""
+def _drafts(request: Request, model: ModelDrafts | None = None) -> list[str]:
+    """Return a sentence about what was drafted for a request, if anything was.
+
+    Args:
+        request: The request.
+        model: The draft model of its group; None for a request that has ended.
+    """
     if not request.drafted_tokens:
         return []
-    first, later = (100 * chance // CERTAIN for chance in (request.draft_chance, request.draft_later))
-    now = (
-        ""
-        if request.ended
-        else (
-            f"; its last step with drafts had {request.draft_count}, the next draft has a chance of {first} %, "
-            f"and one behind an accepted draft of {later} %"
+    now = ""
+    if model is not None:
+        chances = request.draft_chance, request.draft_later
+        if request.draft_by_model:
+            own = request.draft_good, request.draft_expected
+            chances = own_chance(model.first, *own), own_chance(model.later, *own)
+        first, later = (100 * chance // CERTAIN for chance in chances)
+        source = "the draft model" if request.draft_by_model else "lookup"
+        now = (
+            f"; its last step with drafts had {request.draft_count}, the next draft by {source} has a chance of "
+            f"{first} %, and one behind an accepted draft of {later} %"
         )
-    )
     return [f"{request.accepted_tokens} of {request.drafted_tokens} drafted tokens were accepted{now}"]
 
 

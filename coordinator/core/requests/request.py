@@ -84,6 +84,9 @@ class Request:
         draft_chance: The chance that its next draft is accepted, in 1 / 1024 (see `scheduling.draft_choice`); UNKNOWN
             without a result.
         draft_later: The chance of a draft behind an accepted one, likewise.
+        draft_by_model: Its last proposal was that of a draft model.
+        draft_good, draft_expected: Drafts of a draft model that were accepted, and expected to be, in 1 / 1024; see
+            `cache.model_drafts`.
         drafted_tokens: Drafts that were verified for it.
         accepted_tokens: Drafts that became tokens.
         ahead: It computes its prompt for later requests, and gives way to all others.
@@ -132,6 +135,9 @@ class Request:
     draft_count: int = 0
     draft_chance: int = UNKNOWN
     draft_later: int = UNKNOWN
+    draft_by_model: bool = False
+    draft_good: int = 0
+    draft_expected: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     admitted_order: int = 0

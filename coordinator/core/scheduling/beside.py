@@ -64,7 +64,7 @@ class BatchRoom:
             drafts are due.
         """
         sent = group.sent[0] if len(group.sent) == 1 else None
-        if sent is None or group.proposals or sent.message.drafts.size:
+        if sent is None or group.proposals or sent.message.drafts.size or sent.message.propose:
             return NEVER
         costs = group.costs if sent.prefill_tokens else group.row_costs.line
         takes_us = costs.of(sent.prefill_tokens or sent.slots.size) // UNIT

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..cache.groups import Group
+from ..cache.model_drafts import CERTAIN
 from ..cache.row_costs import UNKNOWN, RowCosts
 
-CERTAIN = 1 << 10  # the chance of a token that is accepted always
 GROUP_OF = 32  # the averaging window of a group's chances, in results
 CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each result
 WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
@@ -84,18 +84,18 @@ def _kept(chance: int, good: int, tried: int) -> int:
     return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
 
 
-def best(costs: RowCosts, rows: int, chances: Sequence[int]) -> int:
+def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = False) -> int:
     """Return how many drafts make the time per token shortest; 0 if none does better than a step without.
 
     Args:
         costs: The costs of steps.
         rows: Rows of the step.
         chances: The chance of each draft, the highest first.
+        waited: The step waits for a result in any case.
     """
-    tokens = rows * CERTAIN
-    count, most, least = 0, tokens + tokens // MARGIN, costs.of(rows)
-    took, row = costs.of(rows, 1), costs.line.token
-    took -= row
+    tokens, row = rows * CERTAIN, costs.line.token
+    took = costs.of(rows, 1) - row
+    count, most, least = 0, tokens + tokens // MARGIN, took if waited else costs.of(rows)
     for number, chance in enumerate(chances, 1):
         tokens += chance
         took += row
@@ -104,7 +104,9 @@ def best(costs: RowCosts, rows: int, chances: Sequence[int]) -> int:
     return count
 
 
-def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances]) -> dict[int, int]:
+def choose(
+    group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances], *, asked: bool = False
+) -> dict[int, int]:
     """Return how many drafts of each slot a step verifies, and decide when the group takes proposals again.
 
     Args:
@@ -112,13 +114,16 @@ def choose(group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[
         rows: Rows of the step.
         wanted: How many drafts of each slot it has room for.
         chances: The chances of each slot's drafts.
+        asked: Some of the proposals were asked of a draft model.
     """
     each = [(chance, slot) for slot, most in wanted.items() for chance in chances[slot].of(most)]
     each.sort(key=lambda draft: -draft[0])
     costs, is_trial = group.row_costs, group.drafts_from > 0
     group.drafts_from = 0
-    if not costs.has_times:
+    if not costs.has_times or (asked and group.model_drafts.trying):
         count = len(each)
+    elif asked:
+        count = best(costs, rows, [chance for chance, _ in each], waited=True)
     elif costs.plain_way == UNKNOWN:
         count = 0  # this step and one that overlaps it tell what a step without drafts takes
     elif is_trial:

@@ -9,7 +9,8 @@ cached and the step takes nothing from others; otherwise they end with that bloc
 What is computed then ends at the last token, so that the KV of a rejected draft is never indexed, and a later step
 overwrites it. Blocks without an accepted token are given back with the result.
 
-A step has as many drafts as pay, by each request's own chances (`draft_choice`).
+A step has as many drafts as pay, by each request's own chances (`draft_choice`). A draft model proposes where a step
+asks for it (`draft_asks`); lookup, which costs nothing, proposes with every result.
 
 A recurrent state is behind the last accepted draft, exactly, and cannot be cut back. Such rows have no draft that is a
 stop token: what is accepted behind it would be in the state. Their drafts end where a checkpoint is wanted too.
@@ -28,11 +29,12 @@ from kvforge.protocol.salts import tenant_salt
 
 from ..cache.groups import Group, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
+from ..cache.model_drafts import own_chance, own_counts
 from ..cache.sequences import Slots, generated
 from ..requests.request import UNKNOWN, Request
 from ..requests.table import RequestTable
 from ..sizes import DRAFT_HISTORY_TOKENS
-from . import draft_choice
+from . import draft_asks, draft_choice
 from .rows import RunningRows
 
 ChosenDrafts = Mapping[int, tuple[int, ...]]  # by slot
@@ -66,20 +68,57 @@ class Drafts:
             raise ProtocolError("step_result: draft_slots must be distinct rows with a token in this result")
         if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
             raise ProtocolError(f"step_result: a draft outside the vocabulary of {group.model.vocab_size}")
+        if not 0 <= result.draft_model_rows <= (slots.size if group.sent[0].message.propose else 0):
+            raise ProtocolError("step_result: draft_model_rows counts rows of draft_slots, of a step with propose")
 
     def take(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Keep the proposals of a result for rows that still run, if they may pay; older ones of its rows are void."""
         waited = bool(group.proposals)
+        if sent.message.propose:
+            self._take_asked(group, sent, result)
+            return
         self._take(group, sent, result)
         if waited and not group.proposals:
             draft_choice.put_off(group)
 
-    def _take(self, group: Group, sent: SentStep, result: StepResult) -> None:
+    def _take_asked(self, group: Group, sent: SentStep, result: StepResult) -> None:
+        """Keep the proposals of a step that asked for some. No other step is in flight, and they cost nothing more."""
+        self._forget_older(group, sent, result)
+        counts = result.draft_counts[: result.draft_model_rows]
+        if counts.size:
+            group.model_drafts.took(result.draft_us, int(counts.max()))
+        elif not result.draft_slots.size:  # the model failed, or its rows are too many
+            draft_asks.put_off(group, sent.slots.size)
+        if self._room(group) < 1:
+            return
+        s, runs = self._cache.sequences, dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
+        end, tokens = 0, result.draft_tokens.tolist()
+        for number, (slot, count) in enumerate(
+            zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True)
+        ):
+            first, end = end, end + count
+            if self._rows.run[slot] != runs[slot] or not s.running[slot]:
+                continue
+            request = self._requests.live[int(s.request[slot])]
+            request.draft_by_model = number < counts.size
+            if not request.draft_by_model:
+                group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
+            most = min(count, self._wanted(group, slot, tokens[first:end]))
+            if most > 0 and (request.draft_by_model or request.draft_chance != UNKNOWN):
+                group.proposals[slot] = tuple(tokens[first : first + most])
+        if group.proposals:
+            group.steady = None
+
+    def _forget_older(self, group: Group, sent: SentStep, result: StepResult) -> None:
+        """Forget the proposals of rows that have a token in a result, and compare those that were only expected."""
         if group.proposals:
             for slot in sent.sampled.tolist():
                 group.proposals.pop(slot, None)
         if group.expected:
             self._observe(group, sent, result)
+
+    def _take(self, group: Group, sent: SentStep, result: StepResult) -> None:
+        self._forget_older(group, sent, result)
         if not result.draft_slots.size or self._room(group) < 1:
             return
         s, tokens = self._cache.sequences, result.draft_tokens.tolist()
@@ -94,6 +133,7 @@ class Drafts:
             group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
             most = min(count, self._wanted(group, slot, tokens[first:end]))
             request = self._requests.live[int(s.request[slot])]
+            request.draft_by_model = False
             if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
                 kept[slot] = tuple(tokens[first : first + most])
         if not kept or group.next_step < group.drafts_from:
@@ -117,7 +157,7 @@ class Drafts:
             if run != self._rows.run[slot] or slot in drafted or not s.running[slot]:
                 continue
             request, is_right = self._requests.live[int(s.request[slot])], token == tokens[place]
-            self._know(group, request, self._chances(group, slot).observed(place, is_right))
+            self._know(group, request, self._looked_up(group, request).observed(place, is_right))
             if is_right and place + 1 < len(tokens):
                 group.expected[slot] = run, place + 1, tokens
 
@@ -177,9 +217,32 @@ class Drafts:
     def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
         """Return the chances of a row's request, or of its group's requests while it has none."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
+        return self._modelled(group, request) if request.draft_by_model else self._looked_up(group, request)
+
+    def _modelled(self, group: Group, request: Request) -> draft_choice.Chances:
+        model, own = group.model_drafts, (request.draft_good, request.draft_expected)
+        return draft_choice.Chances(own_chance(model.first, *own), own_chance(model.later, *own))
+
+    def _looked_up(self, group: Group, request: Request) -> draft_choice.Chances:
         if request.draft_chance == UNKNOWN:
             return draft_choice.Chances(group.draft_chance, group.draft_later).doubted()
         return draft_choice.Chances(request.draft_chance, request.draft_later)
+
+    def ask(self, group: Group, slots: Slots) -> int:
+        """Return how many tokens the draft model proposes for each row of the next step; 0: none.
+
+        Args:
+            group: The group, with a draft model.
+            slots: The rows that sample, [n]; none has prompt tokens.
+        """
+        room, s = self._room(group), self._cache.sequences
+        left = int((self._rows.limit[slots] - s.length[slots] - s.pending[slots]).max()) - 1
+        most = min(group.model_drafts.most, self.most(group), max(1, room // slots.size), left)
+        if room < 1 or most < 1:
+            return 0
+        each = [self._modelled(group, self._requests.live[request]) for request in s.request[slots].tolist()]
+        mean = draft_choice.Chances(*(sum(chances) // slots.size for chances in zip(*each, strict=True)))
+        return draft_asks.ask(group, slots.size, most, mean)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool, may_reserve: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.
@@ -204,7 +267,8 @@ class Drafts:
                 count = min(count, self._inside(slot))
             if count > 0:
                 wanted[slot], chances[slot] = count, self._chances(group, slot)
-        counts = draft_choice.choose(group, decodes.size, wanted, chances) if wanted else {}
+        asked = any(self._requests.live[int(s.request[slot])].draft_by_model for slot in wanted)
+        counts = draft_choice.choose(group, decodes.size, wanted, chances, asked=asked) if wanted else {}
         short = {slot: count for slot, count in counts.items() if count > self._inside(slot)}
         for slot in self._without_blocks(group, short):
             counts[slot] = self._inside(slot)
@@ -249,7 +313,12 @@ class Drafts:
         self._requests.accepted_drafts_total += accepted
         group.drafted_total += drafted
         group.accepted_total += accepted
-        self._know(group, request, self._chances(group, request.slot).learned(drafted, accepted))
+        if request.draft_by_model:
+            good, expected = group.model_drafts.learned(drafted, accepted)
+            own = own_counts(request.draft_good + good, request.draft_expected + expected)
+            request.draft_good, request.draft_expected = own
+        else:
+            self._know(group, request, self._looked_up(group, request).learned(drafted, accepted))
         request.draft_count = drafted
 
 

@@ -32,6 +32,7 @@ from . import preemption
 from .admission import Admission
 from .beside import CHUNK_TOKENS_MIN, LOWER_SHARE, BatchRoom, lower_share
 from .choice import lack
+from .draft_asks import DECIDE_EVERY
 from .drafts import NO_DRAFTS, ChosenDrafts, draft_counts, history_sizes, ordered, place
 from .finisher import RequestFinisher
 
@@ -342,10 +343,10 @@ class Scheduler:
     def _in_flight_max(self, group: Group) -> int:
         """Return how many steps may be in flight.
 
-        One where drafts are due or in flight. One too while batches alone run and others are likely to come, until
-        shortly before its end.
+        One where drafts are due or in flight, and behind a step that asks for some. One too while batches alone run
+        and others are likely to come, until shortly before its end.
         """
-        if group.proposals or (group.sent and group.sent[-1].message.drafts.size):
+        if group.proposals or (group.sent and (group.sent[-1].message.drafts.size or group.sent[-1].message.propose)):
             return 1
         if self._rows.batch_count and self._sends_in_time(group):
             due_us = self._batches.send_us(group)
@@ -534,6 +535,7 @@ class Scheduler:
         sampled = slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
+        asks = group.model_drafts.most > 0 and sampled.size > 0 and not prefill_tokens
         host_writes, host_reads, host_wipes = group.flush_host_copies(step_id)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1
@@ -554,6 +556,7 @@ class Scheduler:
             host_writes=host_writes,
             host_reads=host_reads,
             host_wipes=host_wipes,
+            propose=self._drafts.ask(group, sampled) if asks else 0,
         )
         group.last_step = step_id
         s.last_step[slots] = step_id
@@ -593,6 +596,8 @@ class Scheduler:
         if group.state_blocks:  # the step that reaches a checkpoint's position is planned in full
             every = self._cache.checkpoints.positions(group).every
             left = min(left, int((every - 1 - starts % every).min()))
+        if group.model_drafts.most:
+            left = min(left, DECIDE_EVERY)
         return SteadyDecodeBatch(slots, runs, starts, room, left, tenant)
 
     def _fed(self, group: Group, tokens: Tokens) -> Tokens:

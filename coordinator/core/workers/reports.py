@@ -362,7 +362,8 @@ class WorkerReports:
         wanted = group.drafts or self._admission.rows.batch_count
         if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
-            drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us
+            passes_us = max(0, message.draft_us)
+            drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
             group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us, alone=alone)
         if message.idle_us >= 0:

@@ -54,7 +54,8 @@ class StepResults:
             ProtocolError: The result does not fit the step.
         """
         sent, drafts, further = group.sent[0], self._admission.drafts, NOTHING_FURTHER
-        if result.draft_slots.size or result.draft_counts.size or result.draft_tokens.size:
+        proposes = result.draft_slots.size or result.draft_counts.size or result.draft_tokens.size
+        if proposes or result.draft_model_rows:
             drafts.check(group, result)
         if sent.message.drafts.size:
             result, further = split(sent, result, group.model.vocab_size)
@@ -132,7 +133,7 @@ class StepResults:
             self._take_checkpoints(group, sent, verified)
         if running.scores_count:
             self._finish_scored(slots)
-        if group.proposals or group.expected or result.draft_slots.size:
+        if group.proposals or group.expected or result.draft_slots.size or sent.message.propose:
             drafts.take(group, sent, result)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]

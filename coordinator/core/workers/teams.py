@@ -26,7 +26,7 @@ IDENTITY_BYTES = 16  # of the host files of all ranks
 # Fields of the announcement that must agree between ranks.
 ALIKE = (
     *("model.fingerprint", "bytes_per_block", "kv_dtype", "wants_kinds", "zeroes", "state_blocks", "prompt_chunk"),
-    *("window", "window_pages", "window_blocks", "drafts", "host_blocks", "disk_blocks"),
+    *("window", "window_pages", "window_blocks", "drafts", "model_drafts", "host_blocks", "disk_blocks"),
 )
 
 

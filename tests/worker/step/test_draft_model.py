@@ -80,9 +80,8 @@ def drafter_of(bench: Drafting) -> ModelDrafter:
 
 
 def without_lookup(bench: Drafting, monkeypatch: pytest.MonkeyPatch) -> Drafting:
-    """Leave every proposal to the draft model, and let it propose as much as a row may have."""
+    """Leave every proposal to the draft model."""
     monkeypatch.setattr(drafter_of(bench).lookup, "found", lambda *_: {})
-    monkeypatch.setattr(drafter_of(bench).pacing, "count", lambda _: DRAFTS_MAX)
     return bench
 
 
@@ -235,7 +234,7 @@ def test_lookup_proposes_first_and_takes_no_pass(load: Load, monkeypatch: pytest
     monkeypatch.setattr(drafter.lookup, "found", lambda slots, least=0: {0: [1, 2, 3]} if least and 0 in slots else {})
     found = proposed(bench.begin(answers))
     assert found[0] == [1, 2, 3]
-    assert len(found[1]) == 2
+    assert len(found[1]) == 3
     assert asked == [[len(PROMPTS[1])]]
     monkeypatch.setattr(drafter.lookup, "found", lambda slots, _=0: {slot: [7] for slot in slots})
     monkeypatch.setattr(drafter, "_right", {0: 1.0, 1: 1.0})  # as if its tokens had been right so far
@@ -283,27 +282,34 @@ def test_zeroed_blocks_keep_nothing_of_the_draft_model(load: Load) -> None:
 
 
 def test_a_step_in_flight_gives_the_place_of_the_drafts(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step is launched before the result: drafts go behind its tables, and only for rows that it has."""
+    """The coordinator sends no step behind one that asks. The model's tokens would be of no use, and delay it."""
     bench = without_lookup(nan_pool(Drafting(load("same"))), monkeypatch)
-    answers = answers_of([GREEDY, GREEDY])
-    for each in answers:
-        each.most = DRAFTS_MAX
-    first = bench.launch(
-        [(each.slot, 0, each.prompt, 0) for each in answers],
-        begins=tuple(each.start() for each in answers),
-        history=i4(*[token for each in answers for token in each.prompt]),
-    )
+    (answer,) = answers_of([GREEDY])
+    answer.most = DRAFTS_MAX
+    row = (answer.slot, 0, answer.prompt, 0)
+    first = bench.launch([row], begins=(answer.start(),), history=i4(*answer.prompt))
     second = bench.launch([(0, len(PROMPTS[0]), [-1], 0)])
     outcome = bench.runner.finish(first)
-    bench.take(answers, outcome)
-    found = proposed(outcome)
-    assert set(found) == {0}, "slot 1 has no row in flight, and may have lost its blocks"
-    assert found[0] == continuation(bench.model, 0, answers[0].tokens)[: len(found[0])]
-    assert second.ended_ns > 0
-    later = bench.runner.finish(second)
-    bench.take(answers[:1], later)
-    found = proposed(later)
-    assert found[0] == continuation(bench.model, 0, answers[0].tokens)[: len(found[0])]
+    bench.take([answer], outcome)
+    assert proposed(outcome) == {}
+    outcome = bench.runner.finish(second)
+    bench.take([answer], outcome)
+    assert proposed(outcome)[0] == continuation(bench.model, 0, answer.tokens)[:DRAFTS_MAX]
+    assert (outcome.proposals.model_rows, outcome.proposals.took_us > 0) == (1, True)
+    bench.close()
+
+
+def test_a_step_that_does_not_ask_gets_none_of_the_models_tokens(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = without_lookup(nan_pool(Drafting(load("same"))), monkeypatch)
+    (answer,) = answers_of([GREEDY])
+    answer.most = DRAFTS_MAX
+    outcome = bench.begin([answer])
+    assert len(proposed(outcome)[0]) == DRAFTS_MAX
+    for asked in (0, 2, 0):
+        row = bench.row(answer, [])
+        outcome = bench.run([row], propose=asked)
+        bench.take([answer], outcome)
+        assert len(proposed(outcome).get(0, [])) == asked == 2 * outcome.proposals.model_rows
     bench.close()
 
 
@@ -345,7 +351,6 @@ def test_nothing_is_drafted_beyond_the_context_of_the_draft_model(
     outcome, lengths = bench.begin([answer, other]), list[int]()
     for _ in range(10):
         lengths.append(len(proposed(outcome).get(0, [])))
-        drafter_of(bench).pacing.verified([(0, 3, 3)])
         outcome = bench.advance([answer, other], none)
     assert max(positions) == 15
     position = len(PROMPTS[0])
@@ -371,13 +376,13 @@ def test_a_model_that_keeps_windows_has_a_draft_model(
     monkeypatch.setattr(drafter_of(cast("Drafting", bench)).lookup, "found", lambda *_: {})
     text = prompt(70)
     want, got = plain.run([(0, 0, text)]).tokens.tolist(), [0]
-    outcome = bench.run([(0, 0, text)], most=3)
+    outcome = bench.run([(0, 0, text)], most=3, propose=3)
     got = outcome.tokens.tolist()
     drafted = 0
     while len(got) < 40:
         drafts = proposed(outcome).get(0, [])[:3]
         drafted += len(drafts)
-        outcome = bench.run([(0, 70 + len(got) - 1, [got[-1], *drafts])], (len(drafts),), keep=len(drafts))
+        outcome = bench.run([(0, 70 + len(got) - 1, [got[-1], *drafts])], (len(drafts),), keep=len(drafts), propose=3)
         assert len(outcome.tokens) == 1 + len(drafts), "a draft of the same model was wrong"
         got += outcome.tokens.tolist()
     while len(want) < len(got):
@@ -430,7 +435,6 @@ def test_vocabularies_may_be_padded_differently(
     outcome, drafted = bench.begin(answers), list[int]()
     while len(answers[0].chosen) < TOKENS:
         drafted += [token for tokens in proposed(outcome).values() for token in tokens]
-        drafter_of(bench).pacing.verified([(0, 2, 1)])
         outcome = bench.advance(answers, none)
     assert [each.chosen for each in answers] == [each.chosen for each in want]
     assert len(drafted) > TOKENS

@@ -107,6 +107,7 @@ class Drafting:
     def launch(self, rows: Sequence[Row], **fields: Any) -> PendingStep:
         slots, starts, tokens, drafts = zip(*rows, strict=True)
         arrays = {"samples": i4(*[1] * len(rows)), "drafts": i4(*drafts) if any(drafts) else i4()} | fields
+        arrays.setdefault("propose", DRAFTS_MAX)
         flat = i4(*[token for part in tokens for token in part])
         step = Step(0, slots=i4(*slots), starts=i4(*starts), counts=i4(*map(len, tokens)), tokens=flat, **arrays)
         tables = np.array([self.table(slot) for slot in slots], np.int32)

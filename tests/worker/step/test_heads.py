@@ -24,7 +24,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
 from tests.worker.eagle_checkpoints import EAGLE, MIXED, EagleReference, write_eagle
 from tests.worker.head_checkpoints import MODULES, MtpReference, Reference, write_mtp, write_right_mtp
-from tests.worker.step.test_draft_model import drafted_answers, drafter_of, nan_pool, proposed, without_lookup
+from tests.worker.step.test_draft_model import drafted_answers, nan_pool, proposed, without_lookup
 from tests.worker.step.test_drafts import (
     BLOCKS,
     DRAFTS_MAX,
@@ -94,9 +94,7 @@ def with_draft_states(model: LoadedModel) -> LoadedModel:
 
 
 def bench_of(found: Headed, monkeypatch: pytest.MonkeyPatch, graphs: bool = False) -> Drafting:
-    bench = without_lookup(nan_pool(Drafting(found.model, graphs)), monkeypatch)
-    monkeypatch.setattr(drafter_of(bench).pacing, "is_due", lambda *_: True)
-    return bench
+    return without_lookup(nan_pool(Drafting(found.model, graphs)), monkeypatch)
 
 
 def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, position: int) -> torch.Tensor:
@@ -202,24 +200,27 @@ def test_forks_go_on_with_the_hidden_states_of_their_origin(
     bench.close()
 
 
-def test_a_step_in_flight_keeps_its_hidden_states(
+def test_a_step_that_asks_may_be_launched_behind_another(
     headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes behind a step in flight write no hidden states over those of the model."""
+    """Its rows are fed tokens that the host does not know yet; the hidden states of both steps count."""
     found = headed("glm4_moe")
     bench = bench_of(found, monkeypatch)
     (answer,) = answers_of([GREEDY])
     answer.most = DRAFTS_MAX
     begin = {"begins": (answer.start(),), "history": i4(*answer.prompt)}
     pending = bench.launch([(0, 0, answer.prompt, 0)], **begin)
-    for step in range(6):
-        later = bench.launch([(0, len(answer.prompt) + step, [-1], 0)])
+    for _ in range(4):
+        later = bench.launch([(0, len(answer.prompt) + len(answer.tokens), [-1], 0)])
         outcome = bench.runner.finish(pending)
+        bench.take([answer], outcome)
+        assert proposed(outcome) == {}
+        outcome = bench.runner.finish(later)
         bench.take([answer], outcome)
         drafts = proposed(outcome).get(0, [])
         assert len(drafts) == DRAFTS_MAX
         assert drafts == found.reference.drafts([*answer.prompt, *answer.tokens], len(drafts))
-        pending = later
+        pending = bench.launch([bench.row(answer, [])])
     bench.runner.finish(pending)
     bench.close()
 
@@ -309,7 +310,6 @@ def test_heads_on_a_gpu(
     else:
         head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
     bench = without_lookup(Drafting(join_head(plain, head), graphs), monkeypatch)
-    monkeypatch.setattr(drafter_of(bench).pacing, "is_due", lambda *_: True)
     if bench.runner.draft_graphs is not None:
         bench.runner.draft_graphs.capture()
         assert bench.runner.draft_graphs.sizes, "captured"

@@ -59,7 +59,9 @@ class Bench:
         limits = {"slots_max": 2 + DRAFTS, "step_tokens_max": 512, "step_rows_max": 2 + DRAFTS, "drafts_max": DRAFTS}
         self.runner = ModelRunner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
 
-    def run(self, rows: list[Row], drafts: tuple[int, ...] = (), keep: int = 0, most: int = 0) -> StepOutcome:
+    def run(
+        self, rows: list[Row], drafts: tuple[int, ...] = (), keep: int = 0, most: int = 0, propose: int = 0
+    ) -> StepOutcome:
         """Run a step.
 
         Args:
@@ -67,6 +69,7 @@ class Bench:
             drafts: Of each row.
             keep: How many of the first row's tokens may not count.
             most: The most drafts of rows that begin.
+            propose: How many a draft model proposes for each row.
         """
         slots, starts, tokens = (list(each) for each in zip(*rows, strict=True))
         counts = [len(each) for each in tokens]
@@ -80,7 +83,8 @@ class Bench:
         numbers = {"slots": slots, "starts": starts, "counts": counts, "samples": [1] * len(slots)}
         arrays = {name: np.array(each, np.int32) for name, each in numbers.items()}
         arrays["drafts"] = np.array(drafts, np.int32)
-        step = Step(0, begins=begins, tokens=np.concatenate([np.array(each, np.int32) for each in tokens]), **arrays)
+        flat = np.concatenate([np.array(each, np.int32) for each in tokens])
+        step = Step(0, begins=begins, tokens=flat, propose=propose, **arrays)
         width = -(-max(start + count for start, count in zip(starts, counts, strict=True)) // BLOCK_SIZE)
         tables = self.rows.tables[slots, :width]
         outcome = self.runner.run(step, tables, windows=self.rows.windows(slots, starts, counts))

@@ -1,0 +1,80 @@
+"""How many tokens a draft model proposes with a step: as many as make the time per token shortest.
+
+Its passes come behind the step, and the next step waits for its result. A step with `k` drafts of each row therefore
+takes what its rows take, the way of a result, and `k` passes. All three are measured, and so are the chances of its
+tokens (`cache.model_drafts`). No step follows one that asks until the result is there, so that nothing overlaps, and
+the proposals are of use at once.
+
+A new worker's model is tried with some steps, whatever it seems to be worth. Where it does not pay, because its tokens
+are wrong too often or too many rows run, the number of rows is looked at anew with each plan, and chances and times by
+a trial now and then, which take at most 1 / TRIALS of the time, and less with each one that finds nothing.
+"""
+
+from __future__ import annotations
+
+from ..cache.groups import Group
+from ..cache.model_drafts import CERTAIN, UNKNOWN
+from .draft_choice import MARGIN, PLAIN_EVERY, TRIALS, Chances
+
+DECIDE_EVERY = 8  # steps that repeat the one before without a look at drafts
+TRIAL_FIRST, TRIAL = 8, 2  # steps of a new worker's trial, and of a later one
+TRIAL_ROWS = 20  # verified rows with which the first one is over, once TRIAL_LEAST of its steps have been sent
+TRIAL_LEAST = 5
+TRIAL_TOKENS = 4  # that these ask for
+WAIT_LEAST, WAIT_MOST = 32, 8192  # steps between two trials
+WAITS_MOST = 4  # trials in a row behind which the wait no longer doubles
+
+
+def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
+    """Return how many tokens to propose for each row; 0: none.
+
+    Args:
+        group: The group, with a draft model.
+        rows: Rows of the step, none with prompt tokens.
+        most: The most tokens of a row for which there is room.
+        chances: The mean chances of the rows.
+    """
+    model, costs, step = group.model_drafts, group.row_costs, group.next_step
+    if not costs.has_times:
+        return most
+    if costs.plain_way == UNKNOWN or (step + 1) % PLAIN_EVERY == 0:
+        return 0  # the step without drafts shows what those cost
+    if not model.trial:
+        count = _best(group, rows, most, chances)
+        if count:
+            model.trying, model.waits = False, 0
+            return count
+        if step < model.next_trial:
+            return 0
+        model.trial = TRIAL if model.next_trial else TRIAL_FIRST
+    model.trial, model.trying = model.trial - 1, True
+    if model.first_tried >= TRIAL_ROWS and model.trial <= TRIAL_FIRST - TRIAL_LEAST:
+        model.trial = 0
+    if not model.trial:
+        put_off(group, rows)
+    return min(most, TRIAL_TOKENS)
+
+
+def put_off(group: Group, rows: int) -> None:
+    """Decide when the next trial comes, if the model does not pay until then."""
+    model, costs = group.model_drafts, group.row_costs
+    with_drafts = costs.of(rows, rows) + TRIAL_TOKENS * max(0, model.pass_time)
+    more = TRIAL * max(0, with_drafts - costs.of(rows))
+    wait = TRIALS * more // costs.of(rows) << model.waits
+    model.trial, model.waits = 0, min(model.waits + 1, WAITS_MOST)
+    model.next_trial = group.next_step + min(max(WAIT_LEAST, wait), WAIT_MOST)
+
+
+def _best(group: Group, rows: int, most: int, chances: Chances) -> int:
+    """Return how many tokens make the time per token shortest; 0 if none does better than two steps that overlap."""
+    model, costs = group.model_drafts, group.row_costs
+    if not costs.is_known or model.pass_time == UNKNOWN:
+        return 0
+    count, tokens, took = 0, CERTAIN, costs.of(rows, rows) - rows * costs.line.token
+    best, least = CERTAIN + CERTAIN // MARGIN, costs.of(rows)
+    for number, chance in enumerate(chances.of(most), 1):
+        tokens += chance
+        took += rows * costs.line.token + model.pass_time
+        if tokens * least > best * took:
+            count, best, least = number, tokens, took
+    return count

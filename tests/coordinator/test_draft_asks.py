@@ -1,0 +1,243 @@
+"""A draft model, asked by the coordinator: it is used where it gains, and costs little elsewhere.
+
+The passes of a proposal come behind its step. They delay the result, and the worker reports what they took.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvforge.coordinator.core.cache.costs import UNIT
+from kvforge.coordinator.core.cache.model_drafts import CERTAIN, RESULTS_OF, ModelDrafts, own_chance, own_counts
+from kvforge.coordinator.core.events import FromWorker
+from kvforge.coordinator.core.scheduling.draft_asks import TRIAL_FIRST, TRIAL_TOKENS
+from kvforge.protocol.messages import WorkerHello
+from tests.coordinator.driver import Driver, choose, continuation, fingerprint
+from tests.coordinator.test_draft_choice import TimedDrafter
+from tests.coordinator.test_drafts import drafted
+
+TOKENS = 300
+
+
+class AskedDrafter(TimedDrafter):
+    """A worker with a draft model: each drafted token takes a pass of all rows, and is right with a chance."""
+
+    pass_us, chance = 0, 0.8
+
+    def propose(self, slot: int, context: int) -> list[int]:
+        return []
+
+    def propose_asked(self, slot: int, context: int) -> list[int]:
+        tokens, size = list[int](), self.model.vocab_size
+        for _ in range(self.width):
+            token = choose(context, size)
+            is_right = (context * 2654435761 >> 7) % 1000 < 1000 * self.chance
+            tokens.append(token if is_right else (token + 1) % size)
+            context = fingerprint(context, token)
+        return tokens
+
+    def execute(self, step: Any) -> Any:
+        """Execute a step, and report what its passes took."""
+        result = super().execute(step)
+        passes = int(result.draft_counts[: result.draft_model_rows].max(initial=0))
+        return msgspec.structs.replace(result, draft_us=passes * self.pass_us)
+
+
+class AskedDriver(Driver):
+    """A driver with such workers: a step starts when it has come, and when the device is free; its result comes later.
+
+    `way_us` is what a step and its result take on their ways, together.
+    """
+
+    worker_type = AskedDrafter
+    way_us = free_us = 0
+
+    def step(self) -> None:
+        """Run one turn, and answer the oldest step in flight."""
+        self.turn()
+        for worker in list(self.workers):
+            if worker.inbox:
+                self.answer(worker)
+
+    def report(self, worker: Any, result: Any) -> Any:
+        """Deliver a result after its time, and after its passes."""
+        (group,) = self.machine.cache.groups.values()
+        began_us = max(group.sent[0].sent_us + self.way_us // 2, self.free_us)
+        self.free_us = began_us + result.duration_us + result.draft_us
+        self.now_us = self.free_us + self.way_us // 2
+        return super().report(worker, result)
+
+
+def asking(drafts: int, pass_us: int, way_us: int, chance: float) -> tuple[AskedDriver, AskedDrafter]:
+    """Return a driver and its worker."""
+    driver = AskedDriver(
+        drafts_max=drafts,
+        step_rows_max=96,
+        step_tokens_max=96,
+        draft_rows_max=96,
+        sequences_max=96,
+        block_size=8,
+        blocks_max=4096,
+        blocks_per_sequence_max=256,
+        steps_in_flight_max=2,
+    )
+    driver.way_us, driver.model_drafts = way_us, drafts
+    worker = driver.add_worker(4096)
+    assert isinstance(worker, AskedDrafter)
+    worker.row_us, worker.pass_us, worker.chance = 10, pass_us, chance
+    return driver, worker
+
+
+def time_us(drafts: int, rows: int, pass_us: int, way_us: int, chance: float, number: int = 0) -> tuple[int, int]:
+    """Return how long requests take, and the steps with drafts."""
+    driver, worker = asking(drafts, pass_us, way_us, chance)
+    prompts = [[10 + row, 2 + number, 3, 4] for row in range(rows)]
+    first = driver.now_us
+    requests = [driver.submit(prompt, TOKENS) for prompt in prompts]
+    driver.run_until_idle()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert driver.answer_of(request) == continuation(prompt, TOKENS)
+    return driver.now_us - first, sum(count > 0 for count in drafted(worker))
+
+
+def rounds_us(drafts: int, pass_us: int, way_us: int, chance: float, number: int) -> list[int]:
+    """Return how long each of three requests takes, one after another, with idle time between them."""
+    driver, took_us = asking(drafts, pass_us, way_us, chance)[0], []
+    for each in range(3):
+        prompt, first = [10, 2, 3 + number, 4 + each], driver.now_us
+        request = driver.submit(prompt, 256)
+        driver.run_until_idle()
+        assert driver.answer_of(request) == continuation(prompt, 256)
+        took_us.append(driver.now_us - first)
+        driver.advance(280_000)
+    return took_us
+
+
+@pytest.mark.parametrize(
+    ("pass_us", "way_us", "chance", "gain"),
+    [
+        (60, 500, 0.8, 1.9),  # five passes, the step and the way: 1.85 steps for 3.7 tokens
+        (130, 500, 0.8, 1.5),
+        (130, 800, 0.8, 1.3),
+        (130, 500, 0.95, 2.4),
+        (200, 500, 0.8, 1.3),
+    ],
+)
+def test_all_requests_gain_where_a_draft_model_is_right(pass_us: int, way_us: int, chance: float, gain: float) -> None:
+    """Also the first one of a worker, in the mean of four."""
+    (without, *_), gains = rounds_us(0, pass_us, way_us, chance, 0), []
+    for number in range(4):
+        gains += [without / took for took in rounds_us(8, pass_us, way_us, chance, number)]
+    assert sum(gains) / len(gains) >= gain
+
+
+@pytest.mark.parametrize("way_us", [100, 500, 1200])
+@pytest.mark.parametrize(("pass_us", "chance"), [(60, 0.0), (130, 0.3), (200, 0.0), (1000, 0.5), (1000, 0.9)])
+def test_a_draft_model_that_does_not_pay_costs_a_fiftieth(pass_us: int, chance: float, way_us: int) -> None:
+    """Beside the trial of a new worker, which is part of its first request."""
+    (first, *_), (trial, *took) = rounds_us(0, pass_us, way_us, chance, 0), rounds_us(8, pass_us, way_us, chance, 1)
+    assert all(first / each >= 0.98 for each in took)
+    steps = TRIAL_FIRST + 1
+    assert 0.98 * (trial - steps * (way_us + TRIAL_TOKENS * (pass_us + 10))) <= first
+
+
+@pytest.mark.parametrize(("rows", "way_us", "gain"), [(4, 500, 1.4), (16, 500, 1.2), (16, 200, 1.4)])
+def test_many_requests_gain_together(rows: int, way_us: int, gain: float) -> None:
+    without, _ = time_us(0, rows, 130, way_us, 0.8)
+    took, steps = time_us(8, rows, 130, way_us, 0.8)
+    assert without / took >= gain
+    assert steps > TOKENS / 8
+
+
+def test_many_requests_whose_rows_are_dear_have_no_drafts() -> None:
+    """Where the way takes longer than two steps that overlap gain, there are but the trials."""
+    without, _ = time_us(0, 16, 200, 6000, 0.8)
+    took, steps = time_us(8, 16, 200, 6000, 0.8)
+    assert steps <= 2 * TRIAL_FIRST
+    assert took <= without + steps * (6000 + 8 * 200 + 16 * 8 * 10)
+
+
+def test_no_step_follows_one_that_asks() -> None:
+    """The driver checks it with each step; here two requests come while such a step is in flight."""
+    driver, worker = asking(8, 130, 500, 0.9)
+    driver.submit([10, 2, 3, 4], 100)
+    for _ in range(60):
+        driver.turn()
+        if worker.inbox and worker.inbox[-1].propose:
+            break
+        driver.answer(worker)
+    assert worker.inbox[-1].propose
+    waiting = len(worker.inbox)
+    later = [driver.submit([20 + number, 2, 3], 20) for number in range(2)]
+    driver.turn()
+    assert len(worker.inbox) == waiting
+    driver.run_until_idle()
+    assert [len(driver.answer_of(request)) for request in later] == [20, 20]
+
+
+def test_a_model_that_fails_is_asked_rarely() -> None:
+    driver, worker = asking(8, 130, 500, 0.9)
+    worker.propose_asked = lambda *_: []  # type: ignore[method-assign]
+    driver.submit([10, 2, 3, 4], TOKENS)
+    driver.run_until_idle()
+    assert 1 <= sum(step.propose > 0 for step in worker.steps) <= 12
+
+
+def test_lookup_beside_a_model_keeps_chances_of_its_own() -> None:
+    driver, worker = asking(8, 130, 500, 0.9)
+    worker.propose = lambda slot, context: [1] * 8  # type: ignore[method-assign]
+    request = driver.submit([10, 2, 3, 4], TOKENS)
+    for _ in range(30):
+        driver.step()
+    found = driver.machine.requests.live[request]
+    (group,) = driver.machine.cache.groups.values()
+    assert found.draft_by_model and group.model_drafts.first > 700
+    driver.run_until_idle()
+
+
+def test_proposals_that_were_not_asked_for_are_refused() -> None:
+    driver, worker = asking(8, 130, 500, 0.9)
+    driver.submit([10, 2, 3, 4], 20)
+    driver.turn()
+    result = worker.execute(worker.inbox.popleft())
+    effects = driver.apply(FromWorker(worker.number, msgspec.structs.replace(result, draft_model_rows=1)))
+    assert "draft_model_rows" in str(effects)
+
+
+@pytest.mark.parametrize("announced", [-1, 9])
+def test_more_tokens_than_drafts_are_refused_at_the_announcement(announced: int) -> None:
+    driver, worker = asking(8, 130, 500, 0.9)
+    driver.apply(FromWorker(7, WorkerHello(rid=1, name="another", pid=1)))
+    effects = driver.apply(FromWorker(7, msgspec.structs.replace(driver.ready(worker), model_drafts=announced)))
+    assert "model_drafts must be 0 to drafts = 8" in str(effects)
+
+
+def test_a_groups_chances_are_those_of_all_its_results() -> None:
+    model = ModelDrafts(8)
+    for number in range(1000):
+        model.learned(4, number % 5)  # 0 to 4 of 4 accepted, in turn
+    assert model.first == pytest.approx(CERTAIN * 4 / 5, rel=0.05)
+    assert model.later == pytest.approx(CERTAIN * 6 / 9, rel=0.05)  # 0 of 1, 1 of 2, 2 of 3 and 3 of 3
+    assert model.first_tried < 2 * RESULTS_OF and model.later_tried < 2 * RESULTS_OF
+
+
+def test_a_request_that_differs_has_chances_of_its_own() -> None:
+    assert own_chance(800, 0, 0) == 800
+    good = expected = 0
+    for _ in range(100):
+        good, expected = own_counts(good + CERTAIN, expected + 2 * CERTAIN)
+    assert own_chance(800, good, expected) == pytest.approx(400, rel=0.3)
+    assert own_chance(800, 2 * expected, expected) <= CERTAIN
+
+
+def test_one_slow_pass_does_not_decide_what_a_pass_takes() -> None:
+    model = ModelDrafts(8)
+    for took_us in (40_000, 500):
+        model.took(4 * took_us, 4)
+    assert model.pass_time == 500 * UNIT
+    for took_us in (600, 40_000, 600, 600):
+        model.took(4 * took_us, 4)
+    assert 500 * UNIT <= model.pass_time <= 600 * UNIT
