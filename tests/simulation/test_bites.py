@@ -30,7 +30,9 @@ SEEDS_SOUND = 4
 # them, which only costs time. `pytest -rP` prints better ones.
 LIKELY = {
     "tokens_behind_a_stop_token_kept": 3,
-    "draft_of_another_row": 1,
+    "draft_of_another_row": 2,
+    "step_planned_behind_one_that_asks": 2,
+    "draft_model_learns_nothing_in_a_restart": 12,
     "next_step_of_a_batch_not_due": 6,
     "proposal_outlives_its_row": 38,
     "step_planned_behind_drafts": 2,

@@ -338,7 +338,7 @@ def with_drafts(settings: Settings, random: Random, share: float = DRAFTS_SHARE)
         draft_states=random.choice((1, 2, 4, 8)) if settings.state_blocks else 0,
     )
     # Not drawn, so that nothing else changes.
-    return msgspec.structs.replace(drafting, model_drafts=drafting.sequences_max % 2 * drafting.drafts)
+    return msgspec.structs.replace(drafting, model_drafts=drafting.drafts * (drafting.sequences_max % 3 == 0))
 
 
 def with_batches(settings: Settings, random: Random, share: float = BATCHES_SHARE) -> Settings:
