@@ -499,8 +499,8 @@ def test_what_was_drafted_and_accepted_is_counted_and_explained() -> None:
     facts = driver.explain(request_id=request).facts
     assert (facts["drafted_tokens"], facts["accepted_tokens"], facts["drafts"]) == (8, 2, 8)
     assert (
-        "2 of 8 drafted tokens were accepted; its last step with drafts had 8, the next draft by lookup has a chance of "
-        "56 %, and one behind an accepted draft of 50 %" in driver.explain(request_id=request).sentences
+        "2 of 8 drafted tokens were accepted; its last step with drafts had 8, the next draft by lookup has a chance "
+        "of 56 %, and one behind an accepted draft of 50 %" in driver.explain(request_id=request).sentences
     )
     driver.run_until_idle()
     found = state_of(driver, request)

@@ -151,7 +151,7 @@ def step_planned_behind_drafts() -> list[Patch]:
 
 @fault
 def step_planned_behind_one_that_asks() -> list[Patch]:
-    """A step follows one whose proposals of a draft model are still to come."""
+    """A step follows one that asks a draft model, before the proposals come."""
     real = Scheduler._in_flight_max
 
     def in_flight_max(self: Scheduler, group: Group) -> int:

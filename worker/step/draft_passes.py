@@ -56,9 +56,7 @@ class DraftPasses:
 
     graphs: DraftGraphs | None = None
 
-    def __init__(
-        self, draft: DraftSource, pool: KvPool, vocab_size: int, step_tokens_max: int = CAUGHT_UP_MAX
-    ) -> None:
+    def __init__(self, draft: DraftSource, pool: KvPool, vocab_size: int, step_tokens_max: int = CAUGHT_UP_MAX) -> None:
         assert pool.beside is not None, "the pool was made without the draft model"
         assert pool.beside.tokens is not None and pool.beside.backlog is not None, "a pool of another geometry"
         self._draft, self._pool = draft, pool.beside

@@ -92,7 +92,10 @@ class Bench:
     def __init__(self, found: Drafted, monkeypatch: pytest.MonkeyPatch, graphs: bool = False) -> None:
         self.rows = without_lookup(nan_pool(Drafting(found.model, graphs)), monkeypatch)
         self.reference, self.due, self.caught_up = found.reference, False, list[int]()
-        monkeypatch.setattr(drafter_of(self.rows).pacing, "is_due", lambda *_: self.due)
+        propose = drafter_of(self.rows).propose
+        monkeypatch.setattr(
+            drafter_of(self.rows), "propose", lambda slots, ends, asked: propose(slots, ends, asked * self.due)
+        )
         catch_up = DraftPasses._catch_up
 
         def watched(passes: DraftPasses, tables: Any, owners: Any, places: Any) -> None:
