@@ -7,8 +7,8 @@ in a proposal: the rows with the fewest go first, and one that is not finished g
 
 A pass writes the K and V of the token that it is fed behind them: in the row's last block, and then in scratch blocks
 that follow the row's own in this table alone. Nothing reads what lies behind a row's accepted tokens but later passes
-of the same proposal, and the next step overwrites it. Hidden states go from pass to pass and are not stored: a step in
-flight may have stored those of the model already.
+of the same proposal, and the next step overwrites it. Hidden states go from pass to pass and are not stored. No step is
+in flight meanwhile.
 
 The tokens go from pass to pass on the device, so that a proposal waits for the device once. Passes run from captured
 graphs where the decodes of the model do. These run all rows to the longest proposal, for which scratch blocks suffice.

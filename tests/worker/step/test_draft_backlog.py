@@ -330,20 +330,21 @@ def test_blocks_of_another_tier_bring_what_they_lack(
 def test_steps_in_flight_write_tokens_that_only_the_device_knows(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proposal computes the token that the step in flight is fed; later ones need not."""
+    """The host knows that they are generated, and a proposal finds their ids on the device."""
     bench = Bench(drafted(kind), monkeypatch, graphs)
     (answer,) = some(1)
     begin = {"begins": (answer.start(),), "history": i4(*answer.prompt)}
     pending = bench.rows.launch([(0, 0, answer.prompt, 0)], **begin)
     for step in range(18):
-        later = bench.rows.launch([(0, len(answer.prompt) + step, [-1], 0)])
-        bench.due = step % 7 == 6
+        row, bench.due = [(0, len(answer.prompt) + step, [-1], 0)], step % 7 == 6
+        later = None if bench.due else bench.rows.launch(row)  # none follows a step that asks
         outcome = bench.rows.runner.finish(pending)
         bench.rows.take([answer], outcome)
         if bench.due:
             bench.check(outcome, answer)
-        pending = later
-    assert bench.caught_up == ([] if graphs else [6, 6])
+        pending = later or bench.rows.launch(row)
+    # The step behind a proposal writes the token that its first pass was fed, which lacks K and V again.
+    assert bench.caught_up == ([] if graphs else [6, 7])
     bench.rows.runner.finish(pending)
     bench.rows.close()
 
