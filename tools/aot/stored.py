@@ -29,7 +29,7 @@ from .experts import OSS_GATING
 from .specialise import recorded
 
 I16 = torch.int16
-EXTRA_TYPES = {"zeros": torch.uint8, "lows": F32, "factors": torch.int32}
+EXTRA_TYPES = {"zeros": torch.uint8, "lows": F32, "factors": torch.int32, "exponents": torch.int32}
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,32 @@ class CodeLayout:
         words = meta_tensor(*experts, k // unit_columns(self.code), n, WORDS, dtype=I16)
         groups = k // self.group if self.group else 1
         scales = meta_tensor(*experts, groups, -(-n // self.shared), dtype=F32)
-        rows = words.shape[-3] if self.extra == "factors" else groups
+        units = words.shape[-3]
+        rows = {"factors": units, "exponents": -(-units // 2)}.get(self.extra, groups)
         extras: dict[str, Any] = (
             {self.extra: meta_tensor(*experts, rows, n, dtype=EXTRA_TYPES[self.extra])} if self.extra else {}
         )
         return Codes(self.code, words, scales, scaled_rows=self.shared, **extras)
 
 
+MXFP4 = CodeLayout("e2m1", 0, extra="exponents")
 LAYOUTS = (
     *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128), CodeLayout("e4m3", 128)),
     *(CodeLayout("int4", 128), CodeLayout("int4", 128, extra="zeros"), CodeLayout("int4", 64), CodeLayout("int4", 32)),
-    *(CodeLayout("e2m1", 32), CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
+    *(MXFP4, CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
-OF_GGUF = (  # only the products of one token and of many; llama.cpp's Q4_K_M has the first two
+# Only the products of one token and of many; llama.cpp's Q4_K_M has the first two. mxfp4 has scales of 32 bits only
+# where products with those of 8 are not exact.
+RARE = (
     *(CodeLayout("int4", 32, extra="lows"), CodeLayout("int8", 16), CodeLayout("iq4", 32)),
     *(CodeLayout("int8", 32), CodeLayout("int8", 32, extra="lows"), CodeLayout("int8", 16, extra="lows")),
+    CodeLayout("e2m1", 32),
 )
 HALF = (CodeLayout("int4", 128, extra="zeros"), CodeLayout("e4m3", 0))  # published in float16 too
 BIASED = (CodeLayout("int4", 128, extra="zeros"), CodeLayout("e4m3", 0))
 OF_EXPERTS = (
     *(CodeLayout("int8", 0), CodeLayout("e4m3", 0), CodeLayout("e4m3", 128, shared=128)),
-    *(CodeLayout("int4", 128), CodeLayout("e2m1", 32), CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
+    *(CodeLayout("int4", 128), MXFP4, CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
 WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
 K, LONG = 4096, 14336
@@ -89,7 +94,7 @@ def stored_configurations(target: Target) -> list[Configuration]:
     for tokens, layout in product(TOKENS, LAYOUTS):
         uses = ["whole", "parts", "gated", *(["biased"] if layout in BIASED else []), *(["wide"] * (layout in WIDE))]
         made += [_product(target, BF16, tokens, layout, use) for use in uses]
-    for layout, tokens in product(OF_GGUF, (TOKENS[0], TOKENS[-1])):
+    for layout, tokens in product(RARE, (TOKENS[0], TOKENS[-1])):
         made.append(_product(target, BF16, tokens, layout, "gated"))
     for layout, use in product(HALF, ("whole", "parts", "gated")):
         made.append(_product(target, F16, 1, layout, use))
@@ -142,7 +147,7 @@ def _project(
 
 def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Configuration]:
     """Yield both products. tokens: pairs of a block; 0: a single token."""
-    is_oss, alone, rows = layout == CodeLayout("e2m1", 32), tokens == 0, 1 if tokens == 0 else 2
+    is_oss, alone, rows = layout == MXFP4, tokens == 0, 1 if tokens == 0 else 2
     hidden, inner = (2880, 2880) if is_oss else (2048, 768)
     chosen = meta_tensor(rows, WIDTH, dtype=torch.int32)
     pairs = Blocks(chosen, chosen, WIDTH, alone=True) if alone else Blocks(chosen, chosen, 4, alone=False)

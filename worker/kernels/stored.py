@@ -14,6 +14,7 @@ import torch
 
 from .code_tables import NAMES, WORDS, ZERO, numbers_of, pack, unit_columns, unpack
 from .quantised import QuantisedWeight
+from .stored_exponents import EXPONENT_COLUMNS, exponents_of, powers_of
 
 WIDENED_NUMBERS = 1 << 22  # numbers that are widened at a time
 SMALLEST = 1e-30  # scale of a group of zeros, to avoid division by 0
@@ -35,6 +36,9 @@ class Codes:
         lows: [(experts,) groups, n] float32, added to the scaled numbers of int4 and int8; None: nothing.
         factors: [(experts,) k / unit, n] int32: four e4m3 factors, the first in the lowest bits, each of 16 columns of
             a unit of e2m1; None: 1. A row then has one scale. Products with a code are exact in 16 bits.
+        exponents: [(experts,) k / unit / 2 rounded up, n] int32: four exponents with a bias of 127, the first in the
+            lowest bits, of powers of two, each of 32 columns of two units of e2m1; 0 stands for a factor of 0; None:
+            1. A row then has one scale. See `with_exponents`.
         format: Name of the format for people; "": that of the code.
     """
 
@@ -46,6 +50,7 @@ class Codes:
     order: torch.Tensor | None = None
     lows: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+    exponents: torch.Tensor | None = None
     format: str = ""
 
     @property
@@ -68,18 +73,23 @@ class Codes:
     def kind(self) -> str:
         """What kernels distinguish: the code, and what groups have beside scales."""
         extra, _ = self.extra
-        return f"{self.code} with {extra}" if extra in ("lows", "factors") else self.code
+        return f"{self.code} with {extra}" if extra in ("lows", "factors", "exponents") else self.code
 
     @property
     def extra(self) -> tuple[str, torch.Tensor | None]:
         """What groups have beside scales, [(experts,) groups, n], and its name; "": nothing."""
         return next(((name, each) for name, each in self._extras().items() if each is not None), ("", None))
 
+    @property
+    def has_step_factors(self) -> bool:
+        """Whether numbers have factors of their own before a product: a step is then a unit, with one scale."""
+        return self.factors is not None or self.exponents is not None
+
     def _extras(self) -> dict[str, torch.Tensor | None]:
-        return {"zeros": self.zeros, "lows": self.lows, "factors": self.factors}
+        return {"zeros": self.zeros, "lows": self.lows, "factors": self.factors, "exponents": self.exponents}
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """Return the zeros, lows and factors that exist, changed."""
+        """Return what exists of `_extras`, changed."""
         return {name: None if each is None else change(each) for name, each in self._extras().items()}
 
     def tensors(self) -> list[torch.Tensor]:
@@ -123,13 +133,17 @@ class Codes:
         """
         unit, group, k = unit_columns(self.code), self.group, self.shape[-1]
         step = unit if group == k else max(unit, group)
-        if self.order is not None or first % step or stop % step:
+        step = 2 * unit if self.exponents is not None else step
+        if self.order is not None or first % step or (stop % step and stop != k):
             problem = "are in the order of activations" if self.order is not None else f"come in steps of {step}"
             raise ValueError(f"its {k} columns {problem}, and cannot be cut at {first} and {stop}")
         units = slice(first // unit, stop // unit)
         words = self.words[..., units, :, :].contiguous()
         if self.factors is not None:
             return replace(self, words=words, factors=self.factors[..., units, :].contiguous())
+        if self.exponents is not None:
+            pairs = slice(units.start // 2, (units.stop + 1) // 2)
+            return replace(self, words=words, exponents=self.exponents[..., pairs, :].contiguous())
         if group == k:
             return replace(self, words=words)
         groups = slice(first // group, stop // group)
@@ -159,6 +173,9 @@ def _widened(codes: Codes) -> torch.Tensor:
     if codes.factors is not None:
         four = codes.factors.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).view(torch.float8_e4m3fn).float()
         numbers = numbers.unflatten(-1, (-1, WORDS)).mul_(four.transpose(0, 1).flatten(1)[..., None]).flatten(1)
+    if codes.exponents is not None:
+        powers = powers_of(codes.exponents, numbers.shape[-1] // EXPONENT_COLUMNS)
+        numbers = numbers.unflatten(-1, (-1, EXPONENT_COLUMNS)).mul_(powers[..., None]).flatten(1)
     scales = codes.scales.repeat_interleave(codes.scaled_rows, -1)[..., : numbers.shape[-2]].transpose(-1, -2)
     found = numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
     if codes.lows is not None:
@@ -184,7 +201,7 @@ def _alike(parts: Sequence[Codes]) -> list[Codes]:
 
 
 def _together(parts: Sequence[Codes], put: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, Any]:
-    """Return the zeros, lows and factors of all parts, put together, and the name of their format."""
+    """Return the extras of all parts, put together, and the name of their format."""
     every = [each._extras() for each in parts]
     found: dict[str, Any] = {
         name: None if first is None else put([each[name] for each in every])  # type: ignore[misc]
@@ -279,12 +296,33 @@ def _regrouped(codes: Codes, group: int, has_lows: bool) -> Codes:
     return replace(codes, scales=scales, lows=lows)
 
 
+def with_exponents(codes: Codes, dtype: torch.dtype) -> Codes:
+    """Return mxfp4 codes with scales of 8 bits, if products in `dtype` with them are exact; all others as they are."""
+    if codes.code != "e2m1" or codes.group != EXPONENT_COLUMNS or codes.extra[0]:
+        return codes
+    scales = by_row(codes).scales
+    exponents = exponents_of(scales, dtype)
+    if exponents is None:
+        return codes
+    ones = torch.ones_like(scales[..., :1, :], memory_format=torch.contiguous_format)
+    return replace(codes, scales=ones, scaled_rows=1, exponents=exponents)
+
+
+def without_exponents(codes: Codes) -> Codes:
+    """Return codes with scales of 32 bits in place of exponents; all others as they are."""
+    if codes.exponents is None:
+        return codes
+    powers = powers_of(codes.exponents, codes.shape[-1] // EXPONENT_COLUMNS)
+    return replace(codes, scales=powers.transpose(-1, -2) * codes.scales, exponents=None)
+
+
 def as_int8(codes: Codes) -> Codes | None:
     """Return the same numbers in codes of 8 bits; None: they are of floats or quantiles that are no whole numbers."""
     if codes.code == "int8":
         return codes
     if codes.code not in ("int4", "iq4", "e2m1") or codes.factors is not None:
         return None
+    codes = without_exponents(codes)
     doubled = codes.code == "e2m1"  # halves
     zero = ZERO if codes.lows is None else 0
     numbers = numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros, zero)

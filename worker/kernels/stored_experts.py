@@ -20,17 +20,8 @@ from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
 from .stored import Codes
-from .stored_linear import (
-    AHEAD,
-    TURNED,
-    StoredTiles,
-    depth_of,
-    fetch_first,
-    fetch_groups,
-    group_steps,
-    row_stride,
-    stored_sum,
-)
+from .stored_linear import AHEAD, COLUMNS, StoredTiles, depth_of, group_steps, row_stride, steps_of, steps_together
+from .stored_sum import TURNED, fetch_first, fetch_groups, stored_sum
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
@@ -58,6 +49,7 @@ def stored_experts_kernel(
     alpha,
     limit,
     STEPS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     DOWN: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
@@ -65,6 +57,7 @@ def stored_experts_kernel(
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
     EXTRA: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
@@ -82,10 +75,10 @@ def stored_experts_kernel(
     """Multiply each block of pairs by the weights of its expert. Grid: [blocks x tiles of rows, blocks first].
 
     x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. words: [experts, units, n, 16] int16.
-    scales: [experts, groups, scaled] float32. extras: [experts, groups, n], of factors [experts, units, n]. bias:
-    [experts, n]. n: rows of the weight: results, or twice as many if GATED. order, blocks: see Blocks. width: experts
-    per token. output: [pairs, results], or [width, tokens, results] if DOWN. factors: [pairs] float32, factors of the
-    output if DOWN. For the others see `grouped_kernel` and `stored_kernel`.
+    scales: [experts, groups, scaled] float32. extras: [experts, groups, n], of factors [experts, units, n], of
+    exponents half as many. bias: [experts, n]. n: rows of the weight: results, or twice as many if GATED. order,
+    blocks: see Blocks. width: experts per token. output: [pairs, results], or [width, tokens, results] if DOWN.
+    factors: [pairs] float32, factors of the output if DOWN. For the others see `grouped_kernel` and `stored_kernel`.
     """
     block = tl.program_id(0) % count
     NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
@@ -103,26 +96,31 @@ def stored_experts_kernel(
         first_expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if first_expert >= 0:
             of_rows = words + (first_expert.to(tl.int64) * units * n + rows[:, None]) * _WORDS
-            fetch_first(of_rows, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
+            fetch_first(of_rows, 0, turn, STEPS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH)
     wait_for_inputs(OVERLAP)
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
         return
     of_expert = expert.to(tl.int64)
     scales += of_expert * groups * scaled
-    extras += of_expert * (units if EXTRA == "factors" else groups) * n
+    if EXTRA == "exponents":
+        extras += of_expert * ((units + 1) // 2) * n
+    else:
+        extras += of_expert * (units if EXTRA == "factors" else groups) * n
     if OVERLAP:
         eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
         if GATED and INTERLEAVED:
             lines = 2 * tl.minimum(first + eighth // 2, results - 1)
         else:
             lines = tl.minimum(first + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
-        fetch_groups(scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
+        fetch_groups(
+            scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
+        )  # fmt: skip
     words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
-        GROUP, SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, STEPS - 1, n, scaled, STEPS,
+        TOGETHER, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     narrow = output.dtype.element_ty
@@ -151,13 +149,20 @@ def stored_block_tokens(pairs: int, experts: int, target: Target) -> int:
     return next(tokens for tokens, most in table.items() if pairs <= most * experts)
 
 
-def stored_expert_tiles(tokens: int, target: Target, group: int = 0) -> StoredTiles:
-    """Return the tiles of a product. tokens: pairs of a block. group: see GROUP of `stored_sum`."""
+def stored_expert_tiles(tokens: int, target: Target, small_groups: bool = False, alone: bool = False) -> StoredTiles:
+    """Return the tiles of a product.
+
+    Args:
+        tokens: Pairs of a block.
+        target: The GPU.
+        small_groups: Whether groups have 32 columns: taller tiles, which read x less often, were faster for these.
+        alone: Whether there is one token, for which such tiles would be too few.
+    """
     if not target.hopper:
         return StoredTiles(64, tokens, 4, 3 if target.backend == "cuda" else 2)
     if tokens > 64:
         return StoredTiles(128, tokens, 8, 3)
-    return StoredTiles(128 if group < 0 and tokens == 16 else 64, tokens, 4, 4)  # taller ones read x less often
+    return StoredTiles(128 if small_groups and tokens == 16 and not alone else 64, tokens, 4, 4)
 
 
 def stored_up(
@@ -219,9 +224,11 @@ def _multiply(
     gated = gating is not None and gating.gated
     depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
     extra, extras = codes.extra
-    tiles = stored_expert_tiles(tokens_per_block, launch.target, group)
-    blocks_of_rows = ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
-    stored_experts_kernel[(sorted_pairs.count * blocks_of_rows,)](
+    small_groups = group < 0 or codes.exponents is not None
+    tiles = stored_expert_tiles(tokens_per_block, launch.target, small_groups, sorted_pairs.alone)
+    steps = steps_of(codes, launch.target)
+    programs = sorted_pairs.count * ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
+    stored_experts_kernel[(programs,)](
         x,
         codes.words,
         codes.scales,
@@ -241,7 +248,8 @@ def _multiply(
         row_stride(x),
         0.0 if gating is None else gating.activation.alpha,
         0.0 if gating is None else gating.activation.limit,
-        STEPS=codes.shape[-1] // depth,
+        STEPS=steps,
+        TOGETHER=steps_together(codes, steps, tiles, COLUMNS, launch.target),
         DOWN=gating is None,
         CODE=codes.code,
         SETS=CODES[codes.code],
@@ -249,6 +257,7 @@ def _multiply(
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
         EXTRA=extra,
+        PADDED=steps * depth > codes.shape[-1],
         HAS_BIAS=bias is not None,
         KIND="" if gating is None else gating.activation.kind,
         GATED=gated,
@@ -259,7 +268,7 @@ def _multiply(
         JOIN=launch.target.hopper,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
-        PREFETCH=min(AHEAD, codes.shape[-1] // depth) if launch.overlap and gating is None else 0,
+        PREFETCH=min(AHEAD, steps) if launch.overlap and gating is None else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -10,6 +10,7 @@ leave the parts to the next operation, many add them here; both add in order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
@@ -25,15 +26,15 @@ from .code_tables import CODES, WORDS
 from .grouped import split_rows
 from .grouped_tiles import backend_options
 from .launching import Launching
-from .linear import prefetch
 from .stored import Codes
-from .stored_unpack import unpack_factors, unpack_four, unpack_two
+from .stored_sum import TURNED, fetch_first, fetch_groups, stored_sum
 
 FEW_TOKENS = 64  # up to here, parts are left to the next operation
 AHEAD = 2  # steps of words that are fetched into the L2 cache before the inputs are ready
 PART_STEPS = 8  # least steps of a part
 PARTS = (4, 2)
-TURNED = 256  # rows of a weight that begin their sums at the same step, and are summed alike by every tile
+COLUMNS, ALONE_COLUMNS = 128, 256  # of a turn of a sum's loop; the second for a multiprocessor's only tile
+SUM_REGISTERS = 64  # of a thread, most for the sums of one turn
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
 
 
@@ -54,291 +55,6 @@ class StoredTiles:
     stages: int
 
 
-@triton.jit
-def places_of(units, SET: tl.constexpr, SETS: tl.constexpr):
-    """Return the columns of x for one set of numbers. units: [words of a step], numbers of words."""
-    return units // _WORDS * (_WORDS * SETS) + SET * _WORDS + units % _WORDS
-
-
-@triton.jit
-def load_extra(extras, group, n, rows, EXTRA: tl.constexpr, HALF: tl.constexpr):
-    """Return what a group's rows have beside their scale, [rows].
-
-    EXTRA: "zeros": codes of 0, as `unpack_four` subtracts them, which "" makes of a constant. "lows": float32 numbers
-    that are added. "factors": int32, four e4m3 factors of 16 columns each.
-    """
-    FIRST: tl.constexpr = 1024 if HALF else 128
-    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    at = extras + group.to(tl.int64) * n + rows
-    if EXTRA == "zeros":
-        return (tl.load(at).to(tl.int32) + FIRST).to(tl.float32).to(TYPE)
-    elif EXTRA == "":
-        return tl.full(rows.shape, FIRST + 8, TYPE)
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def unpack_tiles(words, extra, CODE: tl.constexpr, EXTRA: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return four tiles of numbers without the scales of their rows. extra: from `load_extra`."""
-    FIRST: tl.constexpr = 1024 if HALF else 128
-    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    if EXTRA == "zeros" or EXTRA == "":
-        zero = tl.broadcast_to(extra[:, None], words.shape)
-    else:
-        zero = tl.full(words.shape, FIRST, TYPE)
-    a, b, c, d = unpack_four(words, zero, CODE, HALF, ASSEMBLY)
-    if EXTRA == "factors":
-        # Both have few bits: the products are exact.
-        of_a, of_b, of_c, of_d = unpack_factors(extra, HALF)
-        a, b = a * of_a[:, None], b * of_b[:, None]
-        c, d = c * of_c[:, None], d * of_d[:, None]
-    return a, b, c, d
-
-
-@triton.jit
-def sum_rows(x, others, ROWS: tl.constexpr):
-    """Return `others` and the sums of x [columns, TOKENS] for each of ROWS rows, in the order of a product's sum."""
-    return tl.dot(tl.full([ROWS, x.shape[0]], 1.0, x.dtype), x, others, input_precision="ieee")
-
-
-@triton.jit
-def join_two(a, b):
-    """Return [rows, 2 x words]: the numbers of two sets in the order of their columns. None moves between threads."""
-    ROWS: tl.constexpr = a.shape[0]
-    COLUMNS: tl.constexpr = a.shape[1]
-    found = tl.reshape(tl.join(a, b), [ROWS, COLUMNS // _WORDS, _WORDS, 2])
-    return tl.reshape(tl.permute(found, (0, 1, 3, 2)), [ROWS, 2 * COLUMNS])
-
-
-@triton.jit
-def join_four(a, b, c, d):
-    """Return [rows, 4 x words]: the numbers of four sets in the order of their columns. None moves between threads."""
-    ROWS: tl.constexpr = a.shape[0]
-    COLUMNS: tl.constexpr = a.shape[1]
-    found = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS // _WORDS, _WORDS, 4])
-    return tl.reshape(tl.permute(found, (0, 1, 3, 2)), [ROWS, 4 * COLUMNS])
-
-
-@triton.jit
-def multiply_words(
-    words,
-    extra,
-    x_rows,
-    inside,
-    CODE: tl.constexpr,
-    SETS: tl.constexpr,
-    HALVES: tl.constexpr,
-    EXTRA: tl.constexpr,
-    JOIN: tl.constexpr,
-    HALF: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Return the products of words [ROWS, COLUMNS] with x [TOKENS, k] from `x_rows` on.
-
-    The second result has all products; with HALVES those of a unit's second half alone, and the first one the others.
-    With lows as EXTRA, two more results are the sums of the same columns of x.
-    JOIN: multiply all sets of numbers at once, in the order of their columns. The columns of x are then neighbours in
-    memory (apart, each 16 of them are a request of their own), and a step waits for one product of a warp group
-    instead of two or four. The order of the sum is another one: all tiles of a target must do the same.
-    """
-    empty = tl.zeros([ROWS, TOKENS], tl.float32)
-    SUMS: tl.constexpr = EXTRA == "lows"
-    if JOIN:
-        NUMBERS: tl.constexpr = SETS * COLUMNS // 2 if HALVES else SETS * COLUMNS
-        columns = tl.arange(0, NUMBERS)
-        x = tl.trans(tl.load(x_rows + columns[None, :], mask=inside, other=0.0))
-        x_total = sum_rows(x, empty, ROWS) if SUMS else empty
-        if HALVES:
-            others = tl.trans(tl.load(x_rows + (NUMBERS + columns)[None, :], mask=inside, other=0.0))
-            x_other = sum_rows(others, empty, ROWS) if SUMS else empty
-            if SETS == 2:
-                one, other = unpack_two(words, CODE, HALF, ASSEMBLY)
-            else:
-                a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
-                one, other = join_two(a, b), join_two(c, d)
-            total = tl.dot(one, x, empty, input_precision="ieee")
-            return total, tl.dot(other, others, empty, input_precision="ieee"), x_total, x_other
-        else:
-            if SETS == 2:
-                a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
-                every = join_two(a, b)
-            else:
-                a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
-                every = join_four(a, b, c, d)
-            total = tl.dot(every, x, empty, input_precision="ieee")
-            return total, total, x_total, x_total
-    else:
-        units = tl.arange(0, COLUMNS)
-        first = tl.trans(tl.load(x_rows + places_of(units, 0, SETS)[None, :], mask=inside, other=0.0))
-        second = tl.trans(tl.load(x_rows + places_of(units, 1, SETS)[None, :], mask=inside, other=0.0))
-        x_total = sum_rows(first, empty, ROWS) if SUMS else empty
-        if SETS == 2:
-            a, b = unpack_two(words, CODE, HALF, ASSEMBLY)
-            total = tl.dot(a, first, empty, input_precision="ieee")
-            if HALVES:
-                x_other = sum_rows(second, empty, ROWS) if SUMS else empty
-                return total, tl.dot(b, second, empty, input_precision="ieee"), x_total, x_other
-            else:
-                total = tl.dot(b, second, total, input_precision="ieee")
-                x_total = sum_rows(second, x_total, ROWS) if SUMS else empty
-                return total, total, x_total, x_total
-        else:
-            x_total = sum_rows(second, x_total, ROWS) if SUMS else empty
-            third = tl.trans(tl.load(x_rows + places_of(units, 2, SETS)[None, :], mask=inside, other=0.0))
-            fourth = tl.trans(tl.load(x_rows + places_of(units, 3, SETS)[None, :], mask=inside, other=0.0))
-            x_other = sum_rows(third, empty if HALVES else x_total, ROWS) if SUMS else empty
-            x_other = sum_rows(fourth, x_other, ROWS) if SUMS else empty
-            a, b, c, d = unpack_tiles(words, extra, CODE, EXTRA, HALF, ASSEMBLY)
-            total = tl.dot(b, second, tl.dot(a, first, empty, input_precision="ieee"), input_precision="ieee")
-            other = empty if HALVES else total
-            other = tl.dot(d, fourth, tl.dot(c, third, other, input_precision="ieee"), input_precision="ieee")
-            return total, other, x_total, x_other
-
-
-@triton.jit
-def fetch_first(
-    words_at, begin, turn, n, STEPS: tl.constexpr, SETS: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr
-):
-    """Fetch the words of the first PREFETCH steps into the L2 cache. For the others see `stored_sum`."""
-    UNITS: tl.constexpr = DEPTH // (_WORDS * SETS)  # of a step
-    for ahead in tl.static_range(PREFETCH):
-        step = begin + (turn + ahead) % STEPS
-        units = (step * UNITS + tl.arange(0, UNITS)).to(tl.int64)
-        prefetch(words_at + units[None, :] * n * _WORDS)
-
-
-@triton.jit
-def fetch_scales(
-    of_groups,
-    lines,
-    begin,
-    n,
-    STEPS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Fetch the scales of STEPS steps from step `begin` on into the L2 cache.
-
-    They are loaded one step ahead, which is too late for what is still in memory. of_groups: scales [groups, n].
-    lines: numbers of the rows that begin a run of 8. GROUP: see `stored_sum`.
-    """
-    FIRST: tl.constexpr = 2 if GROUP < 0 else 1
-    COUNT: tl.constexpr = STEPS * 2 if GROUP < 0 else (STEPS + GROUP - 1) // GROUP
-    first = begin * FIRST if GROUP < 0 else begin // GROUP
-    for chunk in tl.static_range(0, COUNT, 32):
-        groups = first + tl.minimum(chunk + tl.arange(0, 32), COUNT - 1)
-        prefetch(of_groups + groups[:, None].to(tl.int64) * n + lines[None, :])
-
-
-@triton.jit
-def fetch_groups(
-    scales,
-    extras,
-    lines,
-    begin,
-    scaled,
-    n,
-    STEPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED_ROWS: tl.constexpr,
-    EXTRA: tl.constexpr,
-):
-    """Fetch the scales of STEPS steps, and what groups have beside them; see `fetch_scales` and `load_extra`."""
-    if GROUP != 0:
-        fetch_scales(scales, lines // SCALED_ROWS, begin, scaled, STEPS, GROUP)
-    if EXTRA == "factors":
-        fetch_scales(extras, lines, begin, n, STEPS, 1)
-    elif EXTRA != "":
-        fetch_scales(extras, lines, begin, n, STEPS, GROUP)
-
-
-@triton.jit
-def stored_sum(
-    words_at,
-    x_rows,
-    inside,
-    scales,
-    extras,
-    rows,
-    begin,
-    turn,
-    n,
-    scaled,
-    STEPS: tl.constexpr,
-    CODE: tl.constexpr,
-    SETS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED_ROWS: tl.constexpr,
-    EXTRA: tl.constexpr,
-    HALF: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    JOIN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Return the sum of STEPS steps from step `begin` on, [ROWS, TOKENS] float32.
-
-    words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x; inside: which exist. rows:
-    [ROWS], inside of the weight. turn: the first step, counted from `begin`; the steps before it are the last ones.
-    Programs that read different columns of x at a time do not wait for the same lines of the cache. scaled: scales of
-    a group. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF: whether x is float16. JOIN:
-    see `multiply_words`. For others see `stored_kernel`.
-    """
-    COLUMNS: tl.constexpr = DEPTH // SETS
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    units = tl.arange(0, COLUMNS)
-    at = words_at + (units // _WORDS).to(tl.int64)[None, :] * n * _WORDS + (units % _WORDS)[None, :]
-    step_words = tl.cast(COLUMNS, tl.int64) * n
-    of_rows = scales + rows // SCALED_ROWS
-    turn = turn % STEPS
-    first = (begin + turn) // GROUP if GROUP > 0 else (begin + turn) * 2
-    group = first if GROUP != 0 else begin * 0
-    scale = tl.load(of_rows + group.to(tl.int64) * scaled)
-    # Factors are of a step each, whatever the group.
-    extra = load_extra(extras, begin + turn if EXTRA == "factors" else group, n, rows, EXTRA, HALF)
-    if GROUP < 0:
-        other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
-        other_extra = load_extra(extras, first + 1, n, rows, EXTRA, HALF)
-    for index in tl.range(0, STEPS, num_stages=STAGES):
-        step = begin + (index + turn) % STEPS
-        following_step = begin + (index + 1 + turn) % STEPS
-        words = tl.load(at + step * step_words, eviction_policy="evict_first" if TOKENS == 16 else "")
-        x_step = x_rows + step * DEPTH
-        # Each step has a sum of its own: a longer one stays in flight, and has other bits in tiles of other sizes.
-        part, other, x_part, x_other = multiply_words(
-            words, extra, x_step, inside, CODE, SETS, GROUP < 0, EXTRA, JOIN, HALF, ASSEMBLY, COLUMNS, ROWS, TOKENS
-        )
-        if GROUP == 0:
-            total += other * scale[:, None]
-            if EXTRA == "factors":
-                extra = load_extra(extras, following_step, n, rows, EXTRA, HALF)
-        else:
-            # The next step's scales are on their way while this step is multiplied.
-            following = following_step // GROUP if GROUP > 0 else following_step * 2
-            next_scale = tl.load(of_rows + following.to(tl.int64) * scaled)
-            next_extra = load_extra(extras, following, n, rows, EXTRA, HALF)
-            if GROUP > 0:
-                total += other * scale[:, None]
-                if EXTRA == "lows":
-                    total += x_other * extra[:, None]
-            else:
-                next_other = tl.load(of_rows + (following + 1).to(tl.int64) * scaled)
-                next_other_extra = load_extra(extras, following + 1, n, rows, EXTRA, HALF)
-                total += part * scale[:, None]
-                total += other * other_scale[:, None]
-                if EXTRA == "lows":
-                    total += x_part * extra[:, None]
-                    total += x_other * other_extra[:, None]
-                other_scale, other_extra = next_other, next_other_extra
-            scale, extra = next_scale, next_extra
-    return total
-
-
 @triton.jit(do_not_specialize=["tokens", "scaled"])
 def stored_kernel(
     x,
@@ -356,12 +72,14 @@ def stored_kernel(
     STEPS: tl.constexpr,
     PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
     EXTRA: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -377,10 +95,11 @@ def stored_kernel(
     """Multiply x by a weight in codes. Grid: [blocks of results, parts if SPLIT, blocks of tokens].
 
     x: [tokens, k], x_stride elements from token to token. words: [k / unit, n, 16] int16. scales: [groups, scaled]
-    float32. extras: [groups, n], of factors [k / unit, n]: see `load_extra`. bias: [n], added to part 0. output:
-    [parts if SPLIT, tokens, results], contiguous. n: rows of the weight: results, or twice as many if GATED, the gate
-    first. STEPS: steps of DEPTH columns in one part. PARTS: parts of the inner dimension, added here unless SPLIT.
-    SETS: codes of a word. GROUP and HALF: see `stored_sum`. KIND, alpha, limit: see Activation; "": none.
+    float32. extras: [groups, n], see `load_extra`; of factors [k / unit, n], of exponents half as many, see
+    `load_factors`. bias: [n], added to part 0. output: [parts if SPLIT, tokens, results], contiguous. n: rows of the
+    weight: results, or twice as many if GATED, the gate first. STEPS: steps of DEPTH columns in one part. PARTS: parts
+    of the inner dimension, added here unless SPLIT. SETS: codes of a word. TOGETHER, GROUP, PADDED and HALF: see
+    `stored_sum`. KIND, alpha, limit: see Activation; "": none.
     """
     NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
     results = n // 2 if GATED else n
@@ -393,18 +112,23 @@ def stored_kernel(
     turn = tl.program_id(0) * ROWS // _TURNED
     inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
-        fetch_first(words_at, tl.program_id(1) * STEPS, turn, n, STEPS, SETS, DEPTH, PREFETCH)
+        fetch_first(
+            words_at, tl.program_id(1) * STEPS, turn, STEPS * PARTS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH
+        )
         # The weight's rows as above, every eighth.
         eighth = tl.arange(0, ROWS // 8) * 8
         lines = tl.minimum(tl.program_id(0) * NUMBERS + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
-        fetch_groups(scales, extras, lines, tl.program_id(1) * STEPS, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
+        fetch_groups(
+            scales, extras, lines, tl.program_id(1) * STEPS, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA,
+            DEPTH // (_WORDS * SETS),
+        )  # fmt: skip
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for part in tl.range(0, 1 if SPLIT else PARTS):
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
-            words_at, x_rows, inside, scales, extras, rows, begin, turn, n, scaled, STEPS, CODE, SETS, DEPTH, GROUP,
-            SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+            words_at, x_rows, inside, scales, extras, rows, begin, turn, STEPS * PARTS - 1, n, scaled, STEPS,
+            TOGETHER, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
@@ -435,8 +159,10 @@ def depth_of(codes: Codes, target: Target) -> int:
     """Return the columns of a step: at most 128, and of one group or of two halves of a unit."""
     k, unit = codes.shape[-1], WORDS * CODES[codes.code]
     group = codes.group if codes.group != k else 0
-    if codes.factors is not None:
-        return unit
+    if codes.has_step_factors:
+        # With exponents the last step may be half empty, because a word has those of two units.
+        is_whole = codes.exponents is not None or k % (2 * unit) == 0
+        return 2 * unit if is_whole and target.matrix != "v_wmma" else unit
     if group and group < unit:
         assert 2 * group == unit, "a step has two groups at most"
         return unit
@@ -446,14 +172,38 @@ def depth_of(codes: Codes, target: Target) -> int:
 
 def group_steps(codes: Codes, target: Target) -> int:
     """Return the steps of a group: see GROUP of `stored_sum`."""
-    if codes.group == codes.shape[-1] and codes.extra[0] in ("", "factors"):
+    if codes.group == codes.shape[-1] and (codes.extra[0] == "" or codes.has_step_factors):
         return 0
     return codes.group // depth_of(codes, target) or -1
 
 
+def steps_of(codes: Codes, target: Target) -> int:
+    """Return the steps of all columns. The last one may be half empty: see PADDED of `stored_sum`."""
+    return ceil_div(codes.shape[-1], depth_of(codes, target))
+
+
+def steps_together(codes: Codes, steps: int, tiles: StoredTiles, columns: int, target: Target) -> int:
+    """Return the steps of a turn of the loop: TOGETHER of `stored_sum`, on which no bit depends.
+
+    Args:
+        codes: The weight.
+        steps: Steps of a sum.
+        tiles: The tiles.
+        columns: Most columns of a turn. Three steps of an odd number of them may have half as many more.
+        target: The GPU. Only on Hopper are there several.
+    """
+    if not target.hopper:
+        return 1
+    sums = (2 if group_steps(codes, target) < 0 else 1) * (2 if codes.lows is not None else 1)
+    registers = sums * tiles.rows * tiles.tokens // (32 * tiles.warps)
+    depth, columns = depth_of(codes, target), columns * 3 // 2 if steps % 2 else columns
+    counts = (count for count in (4, 3, 2) if steps % count == 0 and count * depth <= columns)
+    return next((count for count in counts if count * registers <= SUM_REGISTERS), 1)
+
+
 def parts_of(codes: Codes, results: int, target: Target) -> int:
     """Return the parts of the inner dimension, which depend on the weight and the GPU alone."""
-    steps = codes.shape[-1] // depth_of(codes, target)
+    steps = steps_of(codes, target)
     blocks = ceil_div(results, 64)
     for parts in PARTS:
         if blocks * parts <= 2 * target.multiprocessors and steps % parts == 0 and steps // parts >= PART_STEPS:
@@ -524,6 +274,9 @@ def stored_linear(
         parts if split else 1,
         ceil_div(tokens, tiles.tokens),
     )
+    steps = steps_of(codes, launch.target) // parts
+    is_alone = tokens <= 16 and prod(grid) <= launch.target.multiprocessors
+    columns = ALONE_COLUMNS if is_alone else COLUMNS
     stored_kernel[grid](
         x,
         codes.words,
@@ -537,15 +290,17 @@ def stored_linear(
         row_stride(x),
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
-        STEPS=codes.shape[-1] // depth // parts,
+        STEPS=steps,
         PARTS=parts,
         SPLIT=split,
+        TOGETHER=steps_together(codes, steps, tiles, columns, launch.target),
         CODE=codes.code,
         SETS=CODES[codes.code],
         DEPTH=depth,
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,
         EXTRA=extra,
+        PADDED=steps * parts * depth > codes.shape[-1],
         HAS_BIAS=bias is not None,
         GATED=gated,
         KIND="" if activation is None else activation.kind,
@@ -554,7 +309,7 @@ def stored_linear(
         JOIN=launch.target.hopper,
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
-        PREFETCH=min(AHEAD, codes.shape[-1] // depth // parts) if launch.overlap else 0,
+        PREFETCH=min(AHEAD, steps) if launch.overlap else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -18,15 +18,16 @@ from .project import HEAD_SIZES, ROWS, rotate_and_store
 from .stored import Codes
 from .stored_linear import (
     AHEAD,
-    TURNED,
+    ALONE_COLUMNS,
+    COLUMNS,
     depth_of,
-    fetch_first,
-    fetch_groups,
     group_steps,
     row_stride,
-    stored_sum,
+    steps_of,
+    steps_together,
     tiles_of,
 )
+from .stored_sum import TURNED, fetch_first, fetch_groups, stored_sum
 
 TOKENS_MAX, OTHER_TOKENS_MAX = 64, 16  # more take a kernel for the product and one for the rest
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
@@ -52,12 +53,14 @@ def stored_project_kernel(
     heads,
     kv_heads,
     STEPS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
     EXTRA: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -85,14 +88,16 @@ def stored_project_kernel(
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
-        fetch_first(words_at, 0, turn, n, STEPS, SETS, DEPTH, PREFETCH)
+        fetch_first(words_at, 0, turn, STEPS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH)
         eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
         lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
-        fetch_groups(scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA)
+        fetch_groups(
+            scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
+        )  # fmt: skip
     wait_for_inputs(OVERLAP)
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, n, scaled, STEPS, CODE, SETS, DEPTH,
-        GROUP, SCALED_ROWS, EXTRA, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+        words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, STEPS - 1, n, scaled, STEPS, TOGETHER,
+        CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -130,7 +135,7 @@ def project_codes(
         x = x.index_select(1, codes.order)
     tokens, n, (_, _, kv_heads, head_size) = len(x), codes.shape[0], layer.keys.shape
     heads, depth = n // head_size - 2 * kv_heads, depth_of(codes, launch.target)
-    steps, (extra, extras) = codes.shape[1] // depth, codes.extra
+    steps, (extra, extras) = steps_of(codes, launch.target), codes.extra
     tiles = tiles_of(tokens, 0, launch.target)
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
     stored_project_kernel[(n // ROWS.value, ceil_div(tokens, tiles.tokens))](
@@ -152,12 +157,14 @@ def project_codes(
         heads,
         kv_heads,
         STEPS=steps,
+        TOGETHER=steps_together(codes, steps, tiles, ALONE_COLUMNS if tokens <= 16 else COLUMNS, launch.target),
         CODE=codes.code,
         SETS=CODES[codes.code],
         DEPTH=depth,
         GROUP=group_steps(codes, launch.target),
         SCALED_ROWS=codes.scaled_rows,
         EXTRA=extra,
+        PADDED=steps * depth > codes.shape[-1],
         HAS_BIAS=bias is not None,
         HALF=x.dtype == torch.float16,
         ASSEMBLY=launch.target.chained,

@@ -31,6 +31,7 @@ GROUPS = {  # by `Codes.kind`: columns of a group; 0: all
     "nf4": 64,
     "iq4": 32,
     "e2m1 with factors": 0,
+    "e2m1 with exponents": 0,
     "int8 with lows": 16,
     "int4 with lows": 32,
 }
@@ -126,7 +127,11 @@ def _random_codes(n: int, k: int, kind: str, group: int, experts: tuple[int, ...
     if extra == "factors":  # four of e4m3, 0.5 to 7.5
         four = (whole(32, k // unit_columns(code), n, 4) + 0x30).to(torch.uint8)
         factors = four.view(torch.int32).squeeze(-1)
-    return Codes(code, pack(codes, code), scales, zeros, lows=lows, factors=factors)
+    exponents = None
+    if extra == "exponents":  # four of 2 ** -9 to 2 ** -2
+        four = (whole(8, -(-k // unit_columns(code) // 2), n, 4) + 118).to(torch.uint8)
+        exponents = four.view(torch.int32).squeeze(-1)
+    return Codes(code, pack(codes, code), scales, zeros, lows=lows, factors=factors, exponents=exponents)
 
 
 def _difference(run: object, operations: LayerOperations, tolerance: float) -> str:

@@ -279,10 +279,18 @@ def unpack_two(words, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.const
 
 @triton.jit
 def unpack_factors(factors, HALF: tl.constexpr):
-    """Unpack int32 [rows] into four vectors of e4m3 numbers, the one in the lowest bits first; see `unpack_four`."""
+    """Unpack int32 words into four tensors of e4m3 numbers, the one in the lowest bits first; see `unpack_four`."""
     return (
         _octet(factors, 0, "e4m3", HALF),
         _octet(factors, 1, "e4m3", HALF),
         _octet(factors, 2, "e4m3", HALF),
         _octet(factors, 3, "e4m3", HALF),
     )
+
+
+@triton.jit
+def unpack_exponents(exponents, HALF: tl.constexpr):
+    """Unpack the two lowest bytes of int32 words, exponents with a bias of 127, into two tensors of powers of two."""
+    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+    first, second = (exponents & 255) << 23, ((exponents >> 8) & 255) << 23
+    return first.to(tl.float32, bitcast=True).to(TYPE), second.to(tl.float32, bitcast=True).to(TYPE)

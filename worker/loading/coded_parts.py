@@ -15,7 +15,7 @@ from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts, find_activation
 from kvforge.worker.kernels.packed import PackedRows
 from kvforge.worker.kernels.plain import PlainOperations
-from kvforge.worker.kernels.stored import Codes, StoredWeight, join_alike
+from kvforge.worker.kernels.stored import Codes, StoredWeight, join_alike, with_exponents
 
 
 class CodedLinear(PackedRows):
@@ -66,7 +66,8 @@ def coded_linears(parts: Sequence[Any], orders: Sequence[torch.Tensor | None]) -
         for part, order in zip(parts, orders, strict=True)
     ]
     joined = found[0] if len(found) == 1 else join_alike(found)
-    return None if joined is None else StoredWeight(joined, parts[0].stored.dtype)
+    dtype = parts[0].stored.dtype
+    return None if joined is None else StoredWeight(with_exponents(joined, dtype), dtype)
 
 
 def hold_experts(part: Any, up: Codes, down: Codes, dtype: torch.dtype) -> None:
@@ -84,7 +85,8 @@ def hold_experts(part: Any, up: Codes, down: Codes, dtype: torch.dtype) -> None:
     activation, interleaved = find_activation(part)
     for each in (name, "down_proj"):
         delattr(part, each)
-    matrices = ExpertMatrices(StoredWeight(up, dtype), biases[0], StoredWeight(down, dtype), biases[1])
+    first, second = (StoredWeight(with_exponents(each, dtype), dtype) for each in (up, down))
+    matrices = ExpertMatrices(first, biases[0], second, biases[1])
     part.forward = Experts(part, PlainOperations(), matrices, activation, interleaved)
 
 

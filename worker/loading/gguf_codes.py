@@ -9,7 +9,7 @@ each group become one float32 for a group, and levels of 5 and 6 bits become cod
     Q4_1                 int4   32     5     6 with lows
     Q4_K                 int4   32     4.5   6 with lows
     IQ4_NL, IQ4_XS       iq4    32     4.5   5, 4.25  5
-    MXFP4                e2m1   32     4.25  5
+    MXFP4                e2m1   32     4.25  5, then 4.25: see `stored.with_exponents`
     Q8_0                 int8   32     8.5   9
     Q5_0                 int8   32     5.5   9
     Q5_1, Q5_K           int8   32     6     10 with lows, 5.5  10

@@ -23,6 +23,7 @@ from kvforge.worker.kernels.stored import (
     quantise_codes,
     stack_experts,
     stored_problem,
+    with_exponents,
 )
 
 from .coded_parts import CodedLinear, hold_experts
@@ -248,7 +249,7 @@ class QuantisedReader:
     def _put_experts(self, module: Any, path: str, last: str, codes: Codes, is_transposed: bool) -> None:
         codes = codes.to(self._device.torch_device)
         if self._keeps:
-            self._experts.setdefault(path, {})[last] = codes
+            self._experts.setdefault(path, {})[last] = with_exponents(codes, self._dtype)
             return
         experts, n, k = codes.shape
         shape = (experts, k, n) if is_transposed else (experts, n, k)

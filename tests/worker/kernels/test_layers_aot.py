@@ -333,7 +333,7 @@ def run_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: in
 
 def run_experts_of_codes(operations: FusedOperations, layout: stored.CodeLayout, tokens: int, random: Random) -> None:
     """Launch the products of a layer's experts."""
-    experts, width, is_oss = random.choice((8, 32, 128)), random.choice((2, 4, 8)), str(layout) == "e2m1 by 32"
+    experts, width, is_oss = random.choice((8, 32, 128)), random.choice((2, 4, 8)), layout == stored.MXFP4
     hidden, inner = (2880, 2880) if is_oss else (1024, 128 * random.randint(2, 10))
     up, down = (
         StoredWeight(layout.codes(n, k, (experts,)), torch.bfloat16) for n, k in ((2 * inner, hidden), (hidden, inner))

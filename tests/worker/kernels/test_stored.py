@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import gguf
 import pytest
@@ -17,7 +18,17 @@ from kvforge.worker.kernels import stored_linear as module
 from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.code_tables import CODES, pack, unit_columns, unpack
 from kvforge.worker.kernels.launching import LaunchSettings
-from kvforge.worker.kernels.stored import Codes, StoredWeight, join_rows, quantise_codes, stack_experts, stored_problem
+from kvforge.worker.kernels.stored import (
+    Codes,
+    StoredWeight,
+    as_int8,
+    join_rows,
+    quantise_codes,
+    stack_experts,
+    stored_problem,
+    with_exponents,
+    without_exponents,
+)
 from kvforge.worker.kernels.stored_linear import depth_of, parts_of, row_stride, stored_linear
 
 DEVICE = open_device("auto")
@@ -36,7 +47,7 @@ LAYOUTS = (
     *(("int4", 128, "", 1), ("int4", 64, "zeros", 1), ("int4", 0, "", 1), ("int4", 32, "", 1)),
     *(("e2m1", 32, "", 1), ("e2m1", 64, "", 1), ("e2m1", 0, "factors", 1), ("nf4", 64, "", 1), ("iq4", 32, "", 1)),
     *(("int4", 32, "lows", 1), ("int4", 64, "lows", 1), ("int8", 16, "", 1), ("int8", 16, "lows", 1)),
-    ("int8", 32, "lows", 1),
+    *(("int8", 32, "lows", 1), ("int8", 32, "", 1), ("e2m1", 0, "exponents", 1)),
 )
 IN_FOUR_PARTS = LAYOUTS[7], LAYOUTS[8], LAYOUTS[15]  # int4, e2m1 and int8 with small groups: steps of 64 and 32 columns
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, each)))
@@ -61,7 +72,11 @@ def random_codes(n: int, k: int, layout: Layout, seed: int = 0, experts: tuple[i
     if extra == "factors":  # 0 to 448
         factors = whole(127, k // unit_columns(code), n, 4).view(torch.int32).squeeze(-1)
         scales *= 0.01
-    found = Codes(code, pack(codes, code), scales, zeros, scaled_rows, lows=lows, factors=factors)
+    exponents = None
+    if extra == "exponents":  # powers from 2 ** -20 to 2 ** -5
+        four = torch.randint(16, (*experts, -(-k // unit_columns(code) // 2), n, 4), generator=generator) + 107
+        exponents = four.to(torch.uint8).view(torch.int32).squeeze(-1)
+    found = Codes(code, pack(codes, code), scales, zeros, scaled_rows, lows=lows, factors=factors, exponents=exponents)
     return found.to(DEVICE.torch_device)
 
 
@@ -186,7 +201,7 @@ def test_a_product_is_that_of_the_numbers(layout: Layout, tokens: int, joins: bo
 
 @runs_kernels
 @pytest.mark.parametrize(
-    "layout", [LAYOUTS[each] for each in (0, 4, 5, 8, 10, 13)], ids=lambda each: f"{each[0]}-{each[2]}"
+    "layout", [LAYOUTS[each] for each in (0, 4, 5, 8, 10, 13, -1)], ids=lambda each: f"{each[0]}-{each[2]}"
 )
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_a_gated_product_is_that_of_the_numbers(layout: Layout, tokens: int) -> None:
@@ -227,6 +242,97 @@ def test_a_row_has_the_same_bits_in_any_company(layout: Layout, monkeypatch: pyt
 
 
 @runs_kernels
+@pytest.mark.parametrize("joins", [False, pytest.param(True, marks=on_hopper_or_interpreted)])
+@pytest.mark.parametrize("matrix", ["", "v_wmma"])
+def test_half_a_step_of_exponents_reads_nothing_outside(joins: bool, matrix: str) -> None:
+    """The columns of a word of exponents end behind the weight where its units are odd."""
+    n, units = 72, 5
+    k, dtype = 64 * units, DTYPES[0]
+    codes = random_codes(n, k, ("e2m1", 0, "exponents", 1))
+    assert codes.exponents is not None and len(codes.exponents) == 3
+    x = torch.full((3, k + 64), float("nan"), dtype=dtype, device=DEVICE.torch_device)[:, :k].normal_()
+    launch = launched(joins=joins)
+    if matrix and DEVICE.runs_kernels:
+        pytest.skip("a shape of other GPUs")
+    launch = LaunchSettings(replace(launch.target, matrix=matrix or launch.target.matrix))
+    found = stored_linear(launch, x, codes, None, torch.float32)[0]
+    right = wanted(x, codes)
+    assert float((found - right).abs().max()) <= EXACT * float(right.abs().max())
+
+
+@runs_kernels
+@on_hopper_or_interpreted
+@each_layout
+@pytest.mark.parametrize("k", [1024, 2304])
+def test_bits_are_the_same_for_any_steps_of_a_turn(layout: Layout, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, dtype = 64, DTYPES[-1]
+    codes = random_codes(n, k, layout)
+    x = torch.randn(5, k, dtype=dtype, device=DEVICE.torch_device)
+    launch, counts = launched(joins=True), []
+    choose = module.steps_together
+
+    def found(*arguments: object) -> int:
+        counts.append(choose(*arguments))  # type: ignore[arg-type]
+        return counts[-1]
+
+    monkeypatch.setattr(module, "steps_together", found)
+    several = stored_linear(launch, x, codes, None, torch.float32)
+    monkeypatch.setattr(module, "steps_together", lambda *_: 1)
+    assert torch.equal(several, stored_linear(launch, x, codes, None, torch.float32))
+    assert counts[0] > 1
+
+
+def test_the_steps_of_a_turn_fit_its_registers_and_divide_the_steps() -> None:
+    target = TARGETS["sm_90"]
+    few, many = module.tiles_of(1, 4096, target), module.tiles_of(64, 4096, target)
+    together = partial(module.steps_together, target=target)
+    q8_0, q4_k, q6_k = (random_codes(16, 4096, each) for each in (LAYOUTS[-2], LAYOUTS[13], LAYOUTS[15]))
+    assert together(q8_0, 128, few, 128) == 4 == together(q6_k, 128, few, 128)
+    assert together(q8_0, 128, many, 128) == 2 and together(q6_k, 128, many, 128) == 1
+    assert together(q4_k, 64, few, 128) == 2 == together(q4_k, 64, few, 256)
+    per_row = random_codes(16, 4096, LAYOUTS[0])
+    assert together(per_row, 32, few, 128) == 1 and together(per_row, 32, few, 256) == 2
+    assert together(random_codes(16, 2880, ("e2m1", 32, "", 1)), 45, few, 128) == 3
+    assert module.steps_together(q8_0, 128, few, 128, TARGETS["gfx942"]) == 1
+
+
+@pytest.mark.parametrize("experts", [(), (2,)])
+def test_scales_of_32_bits_become_exponents(experts: tuple[int, ...]) -> None:
+    n, k = 6, 192
+    codes = random_codes(n, k, ("e2m1", 32, "", 1), experts=experts)
+    whole = torch.randint(110, 125, codes.scales.shape, generator=torch.Generator().manual_seed(0))
+    scales = torch.exp2(whole.float() - 127).to(codes.scales.device)
+    codes = replace(codes, scales=scales)
+    found = with_exponents(codes, torch.bfloat16)
+    assert found.kind == "e2m1 with exponents" and torch.equal(found.widened(), codes.widened())
+    assert sum(each.nbytes for each in found.tensors()) < sum(each.nbytes for each in codes.tensors())
+    assert torch.equal(found.widened(torch.float16), with_exponents(codes, torch.float16).widened(torch.float16))
+    assert torch.equal(without_exponents(found).scales, scales)
+    if not experts:
+        wide = as_int8(found)
+        assert wide is not None and torch.equal(wide.widened(), codes.widened())
+
+
+def test_scales_that_are_not_exact_stay() -> None:
+    codes = random_codes(2, 64, ("e2m1", 32, "", 1))
+    for scale, dtype in ((0.3, torch.bfloat16), (2.0**126, torch.bfloat16), (2.0**14, torch.float16)):
+        other = replace(codes, scales=torch.full_like(codes.scales, scale))
+        assert with_exponents(other, dtype) is other
+    largest = replace(codes, scales=torch.full_like(codes.scales, 2.0**125))
+    assert with_exponents(largest, torch.bfloat16).exponents is not None
+    nothing = with_exponents(replace(codes, scales=torch.full_like(codes.scales, 2.0**-127)), torch.bfloat16)
+    assert nothing.exponents is not None and not bool(nothing.widened().any())
+    assert with_exponents(largest, torch.float32) is largest
+
+
+def test_exponents_are_cut_in_pairs_of_units() -> None:
+    codes = random_codes(8, 320, ("e2m1", 0, "exponents", 1))
+    assert torch.equal(codes.columns(128, 320).widened(), codes.widened()[:, 128:])
+    with pytest.raises(ValueError, match="come in steps of 128"):
+        codes.columns(64, 320)
+
+
+@runs_kernels
 def test_the_result_shows_a_broken_number() -> None:
     codes = random_codes(64, 256, LAYOUTS[0])
     x = torch.zeros(2, 256, dtype=DTYPES[0], device=DEVICE.torch_device)
@@ -241,6 +347,10 @@ def test_the_depth_follows_from_the_weight() -> None:
     assert depth_of(random_codes(16, 192, ("e4m3", 0, "", 1)), target) == 64
     assert depth_of(random_codes(16, 96, ("int8", 0, "", 1)), target) == 32
     assert depth_of(random_codes(16, 2880, ("e2m1", 32, "", 1)), target) == 64
+    for extra, depth in (("exponents", 128), ("factors", 64)):
+        assert depth_of(random_codes(16, 2880, ("e2m1", 0, extra, 1)), target) == depth
+        assert depth_of(random_codes(16, 2048, ("e2m1", 0, extra, 1)), target) == 128
+        assert depth_of(random_codes(16, 2048, ("e2m1", 0, extra, 1)), TARGETS["gfx1100"]) == 64
 
 
 def test_the_stride_of_a_single_row_is_its_length() -> None:

@@ -25,7 +25,7 @@ from kvforge.worker.attention.triton_attention import is_interpreted
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.kernels import experts_selftest, selftest, stored_selftest
 from kvforge.worker.kernels.packed import dense, quantising_problem, weight_kind
-from kvforge.worker.kernels.stored import Codes, code_name
+from kvforge.worker.kernels.stored import Codes, code_name, codes_of
 from kvforge.worker.loading import split
 from kvforge.worker.loading.coded_parts import CodedLinear, coded_experts
 from kvforge.worker.loading.configuration import read_config
@@ -399,6 +399,19 @@ def test_two_ranks_divide_the_experts(name: str, tmp_path: Path) -> None:
     for path, numbers in whole.items():
         if "experts" in path:
             assert torch.equal(torch.cat([half[path] for half in halves]), numbers), path
+
+
+def test_scales_of_mxfp4_stay_in_their_8_bits(tmp_path: Path) -> None:
+    case = BY_NAME["mxfp4"]
+    write_checkpoint(case, tmp_path)
+    found = [coded_experts(part) for part in part_of(case, tmp_path, 0, 1).modules()]
+    weights = [
+        each for experts in found if experts is not None for each in (experts.matrices.up, experts.matrices.down)
+    ]
+    assert weights
+    for weight in weights:
+        codes = codes_of(weight)
+        assert codes is not None and codes.kind == "e2m1 with exponents" and codes.name == "mxfp4"
 
 
 def test_columns_in_the_order_of_activations_are_not_divided(tmp_path: Path) -> None:
