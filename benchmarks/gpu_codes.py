@@ -1,6 +1,7 @@
 """Times of products with weights in codes on a GPU, of the whole decode step with them, and of other tile sizes.
 
-    python -m benchmarks.gpu_codes [--model llama-3.1-8b] [--weights fp8] [--batches 1,16,64] [--sweep] [--json FILE]
+    python -m benchmarks.gpu_codes [--model llama-3.1-8b] [--weights fp8] [--batches 1,16,64]
+        [--sweep] [--compare] [--json FILE]
 
 Dummy weights of a known shape; every time is of a graph's replay, with the weights of every layer in turn, so that no
 weight is in the cache when it is read. --weights names a `weight_dtype`, or mxfp4: then the experts alone have codes,
@@ -8,7 +9,9 @@ random ones in groups of 32, as gpt-oss is published; or nvfp4, nf4, or a type o
 all projections have random codes, and the head stays in 16 bits. An operation's floor is the larger of its weight bytes
 over the read bandwidth and its operations over the matrix rate of 16 bits, both measured in the same run. A step's
 floor adds its K and V; of experts it counts those that a step reads, if tokens choose them at random. --sweep times the
-products with other tiles, the fastest first.
+products with other tiles, the fastest first. --compare times them in other ways that have the same bits: with one step
+in a turn of a sum's loop, with more columns in it, and with the tensor instructions of a warp; and mxfp4 with scales of
+32 bits, as it was kept before.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +32,12 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from kvforge.worker.device.device import Device, open_device
-from kvforge.worker.kernels import LayerOperations, stored_experts, stored_linear
+from kvforge.worker.kernels import LayerOperations, stored_experts, stored_linear, stored_project
 from kvforge.worker.kernels.code_tables import CODES, pack, unit_columns
 from kvforge.worker.kernels.decoder import FusedDecoder
 from kvforge.worker.kernels.layer_weights import FeedForward, FusedLayer, MixtureOfExperts, Projection
 from kvforge.worker.kernels.packed import stored_bytes
-from kvforge.worker.kernels.stored import Codes, StoredWeight
+from kvforge.worker.kernels.stored import Codes, StoredWeight, with_exponents, without_exponents
 from kvforge.worker.kernels.stored_linear import StoredTiles
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -163,7 +166,7 @@ def step_floor_us(model: LoadedModel, fused: FusedDecoder, roof: Roof, rows: int
 def load_with_mxfp4_experts(name: str, device: Device) -> tuple[LoadedModel, FusedDecoder]:
     """Return a model with random codes as its experts, which never exist as numbers of 16 bits.
 
-    Two layers are loaded, one of each kind of attention; all layers are made of them, with codes of their own.
+    Two layers are loaded, one of each kind of attention; the other layers copy these, with their own codes.
     """
     config = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
     layers = int(config["num_hidden_layers"])
@@ -203,11 +206,11 @@ def load_with_mxfp4_experts(name: str, device: Device) -> tuple[LoadedModel, Fus
 
 
 def random_codes(shape: tuple[int, ...], like: torch.Tensor) -> StoredWeight:
-    """Return random mxfp4 experts of a shape [experts, n, k], on the device and in the dtype of `like`."""
+    """Return random mxfp4 experts of a shape [experts, n, k], on the device and in the dtype of `like`, as kept."""
     experts, n, k = shape
     parts = [pack(torch.randint(16, (n, k), dtype=torch.uint8, device=like.device), "e2m1") for _ in range(experts)]
     scales = torch.exp2(torch.randint(-10, -6, (experts, k // MXFP4_GROUP, n), device=like.device).float())
-    return StoredWeight(Codes("e2m1", torch.stack(parts), scales), like.dtype)
+    return StoredWeight(with_exponents(Codes("e2m1", torch.stack(parts), scales), like.dtype), like.dtype)
 
 
 def codes_of_format(n: int, k: int, kind: str, device: torch.device) -> Codes:
@@ -263,6 +266,41 @@ def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int)
     yield from sorted(times.items(), key=lambda item: item[1])[:SHOWN]
 
 
+def with_wide_scales(fused: FusedDecoder) -> FusedDecoder:
+    """Return the decoder with scales of 32 bits for its mxfp4 experts. The codes are the same memory."""
+
+    def wide(weight: object) -> StoredWeight:
+        assert isinstance(weight, StoredWeight)
+        return StoredWeight(without_exponents(weight.codes), weight.dtype)
+
+    def changed(layer: FusedLayer) -> FusedLayer:
+        feed = layer.feed
+        assert isinstance(feed, MixtureOfExperts)
+        up, down = wide(feed.matrices.up), wide(feed.matrices.down)
+        return replace(layer, feed=replace(feed, matrices=replace(feed.matrices, up=up, down=down)))
+
+    return replace(fused, layers=tuple(map(changed, fused.layers)))
+
+
+def compared(device: Device, operation: Operation, fused: FusedDecoder) -> Iterator[tuple[str, float]]:
+    """Yield other ways of an operation, with microseconds of a call."""
+    modules = stored_linear, stored_experts, stored_project
+    tiles, expert_tiles = stored_linear.tiles_of, stored_experts.stored_expert_tiles
+    ways: dict[str, list[tuple[object, str, object]]] = {
+        "one step a turn": [(each, "steps_together", lambda *_: 1) for each in modules],
+        "256 columns a turn": [(each, "COLUMNS", 256) for each in modules],
+        "2 warps": [
+            (stored_linear, "tiles_of", lambda *a, **k: replace(tiles(*a, **k), warps=2)),
+            (stored_experts, "stored_expert_tiles", lambda *a, **k: replace(expert_tiles(*a, **k), warps=2)),
+        ],
+    }
+    for name, changes in ways.items():
+        with ExitStack() as stack, suppress(OutOfResources):
+            for each in changes:
+                stack.enter_context(patch.object(*each))
+            yield name, measure_us(device, lambda: operation.run(fused.operations), operation.calls)
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -274,6 +312,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sweep", action="store_true", help="try other tiles")
+    parser.add_argument("--compare", action="store_true", help="try other ways with the same bits")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     device = open_device(arguments.device)
@@ -289,6 +328,10 @@ def main() -> None:
         if arguments.weights in FORMATS:
             with torch.inference_mode():
                 fused = with_codes(fused, arguments.weights)
+    before: dict[str, FusedDecoder] = {}
+    if arguments.compare and arguments.weights == "mxfp4":
+        with torch.inference_mode():
+            before = {"scales of 32 bits": with_wide_scales(fused)}
     rows: list[list[object]] = []
     results: list[dict[str, object]] = []
 
@@ -307,10 +350,17 @@ def main() -> None:
                 if arguments.sweep and (each.name == "experts") == (arguments.weights == "mxfp4"):
                     for tiles, us in swept(device, each, fused, batch):
                         note(batch, f"{each.name}: {tiles}", us, floor_us)
+                if arguments.compare and (each.name == "experts" or arguments.weights != "mxfp4"):
+                    for way, us in compared(device, each, fused):
+                        note(batch, f"{each.name}: {way}", us, floor_us)
+            for way, decoder in before.items():
+                (experts,) = (each for each in operations_of(decoder, batch) if each.name == "experts")
+                us = measure_us(device, partial(experts.run, decoder.operations), experts.calls)
+                note(batch, f"experts: {way}", us, experts.bytes / roof.read_bytes * 1e6)
         steps = {
             "step without attention": (replace(fused, attention=NoAttention()), 0),
             "step": (fused, arguments.context),
-        }
+        } | {f"step: {way}": (decoder, arguments.context) for way, decoder in before.items()}
         for name, (decoder, context) in steps.items():
             us = measure_step(model, decoder, batch, arguments.context)
             note(batch, name, us, step_floor_us(model, fused, roof, batch, context))
