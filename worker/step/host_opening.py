@@ -19,7 +19,7 @@ from kvforge.worker.loading.model import LoadedModel
 
 from .host_transfers import HostTransfers
 
-LAYERS_VERSION = 2  # raised when layers of any model compute K and V with other bits than before
+LAYERS_VERSION = 3  # raised when layers of any model compute K and V with other bits than before
 log = logging.getLogger("worker")
 
 
