@@ -152,6 +152,7 @@ class SavedRowCosts(Saved):
     drafted_way: Big
     last_way: int = -1
     way_before: int = -1
+    overlapped: bool = False
 
 
 class SavedModelDrafts(Saved):

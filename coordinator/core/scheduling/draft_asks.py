@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN, UNKNOWN
-from .draft_choice import MARGIN, PLAIN_EVERY, TRIALS, Chances
+from .draft_choice import MARGIN, TRIALS, Chances
 
 DECIDE_EVERY = 8  # steps that repeat the one before without a look at drafts
 TRIAL_FIRST, TRIAL = 8, 2  # steps of a new worker's trial, and of a later one
 TRIAL_ROWS = 20  # verified rows with which the first one is over, once TRIAL_LEAST of its steps have been sent
 TRIAL_LEAST = 5
 TRIAL_TOKENS = 4  # that these ask for
+PLAIN, PLAIN_EVERY = 2, 128  # steps in a row that ask for nothing, of how many; the first one may have drafts
 WAIT_LEAST, WAIT_MOST = 32, 8192  # steps between two trials
 WAITS_MOST = 4  # trials in a row behind which the wait no longer doubles
 
@@ -37,8 +38,8 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
     model, costs, step = group.model_drafts, group.row_costs, group.next_step
     if not costs.has_times:
         return most
-    if costs.plain_way == UNKNOWN or (step + 1) % PLAIN_EVERY == 0:
-        return 0  # the step without drafts shows what those cost
+    if not costs.overlapped or _is_plain(step):
+        return 0  # these steps and one that overlaps them show what steps without drafts cost
     if not model.trial:
         count = _best(group, rows, most, chances)
         if count:
@@ -53,6 +54,15 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
     if not model.trial:
         put_off(group, rows)
     return min(most, TRIAL_TOKENS)
+
+
+def repeats_max(group: Group) -> int:
+    """Return how many steps may repeat the last one before there is another look at drafts."""
+    return 0 if _is_plain(group.last_step) else DECIDE_EVERY
+
+
+def _is_plain(step: int) -> bool:
+    return (step + 1) % PLAIN_EVERY < PLAIN
 
 
 def put_off(group: Group, rows: int) -> None:

@@ -32,7 +32,7 @@ from . import preemption
 from .admission import Admission
 from .beside import CHUNK_TOKENS_MIN, LOWER_SHARE, BatchRoom, lower_share
 from .choice import lack
-from .draft_asks import DECIDE_EVERY
+from .draft_asks import repeats_max
 from .drafts import NO_DRAFTS, ChosenDrafts, draft_counts, history_sizes, ordered, place
 from .finisher import RequestFinisher
 
@@ -597,7 +597,7 @@ class Scheduler:
             every = self._cache.checkpoints.positions(group).every
             left = min(left, int((every - 1 - starts % every).min()))
         if group.model_drafts.most:
-            left = min(left, DECIDE_EVERY)
+            left = min(left, repeats_max(group))
         return SteadyDecodeBatch(slots, runs, starts, room, left, tenant)
 
     def _fed(self, group: Group, tokens: Tokens) -> Tokens:
