@@ -152,12 +152,25 @@ class SavedRowCosts(Saved):
     drafted_way: Big
     last_way: int = -1
     way_before: int = -1
-    overlapped: bool = False
+
+
+class SavedDraftGains(Saved):
+    """The `DraftGains` of a group."""
+
+    plain_us: list[int]
+    plain_seen: list[int]
+    cycles: list[int]
+    tokens: list[int]
+    took_us: list[int]
+    least_us: list[int]
+    until: list[int]
+    waits: list[int]
 
 
 class SavedModelDrafts(Saved):
     """The `ModelDrafts` of a group."""
 
+    gains: SavedDraftGains
     most: int
     first_good: int
     first_tried: int

@@ -295,7 +295,8 @@ class _Restoring:
             self._fields.restore(group.row_costs, saved.row_costs, "line")
             self._fields.restore(group.row_costs.line, saved.row_costs.line)
         if saved.model_drafts is not None:
-            self._fields.restore(group.model_drafts, saved.model_drafts)
+            self._fields.restore(group.model_drafts, saved.model_drafts, "gains")
+            self._fields.restore(group.model_drafts.gains, saved.model_drafts.gains)
         if saved.pauses is not None:
             self._fields.restore(group.pauses, saved.pauses)
         return group

@@ -115,6 +115,7 @@ class _Saving:
         )
 
     def _group(self, group: Group) -> c.SavedGroup:
+        model = group.model_drafts
         return self._of(
             c.SavedGroup,
             group,
@@ -124,7 +125,7 @@ class _Saving:
             steady=self._of(c.SavedSteady, group.steady) if group.steady is not None else None,
             costs=self._of(c.SavedCosts, group.costs),
             pauses=self._of(c.SavedPauses, group.pauses),
-            model_drafts=self._of(c.SavedModelDrafts, group.model_drafts),
+            model_drafts=self._of(c.SavedModelDrafts, model, gains=self._of(c.SavedDraftGains, model.gains)),
             row_costs=self._of(c.SavedRowCosts, group.row_costs, line=self._of(c.SavedCosts, group.row_costs.line)),
             host=self._host(group),
         )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
+from kvforge.coordinator.core.cache.draft_gains import CYCLES, DraftGains
 from kvforge.coordinator.core.cache.model_drafts import CERTAIN, RESULTS_OF, ModelDrafts, own_chance, own_counts
 from kvforge.coordinator.core.cache.row_costs import RowCosts
 from kvforge.coordinator.core.events import FromWorker
@@ -154,11 +155,12 @@ def test_many_requests_gain_together(rows: int, way_us: int, gain: float) -> Non
 
 
 def test_many_requests_whose_rows_are_dear_have_no_drafts() -> None:
-    """Where the way takes longer than two steps that overlap gain, there are but the trials."""
-    without, _ = time_us(0, 16, 200, 6000, 0.8)
-    took, steps = time_us(8, 16, 200, 6000, 0.8)
+    """There are but the trials. With a way so long that two steps do not hide it, drafts gain."""
+    without, _ = time_us(0, 16, 800, 1200, 0.8)
+    took, steps = time_us(8, 16, 800, 1200, 0.8)
     assert steps <= 2 * TRIAL_FIRST
-    assert took <= without + steps * (6000 + 8 * 200 + 16 * 8 * 10)
+    assert took <= without + steps * (1200 + 4 * 800 + 16 * 4 * 10)
+    assert time_us(0, 16, 200, 6000, 0.8)[0] > 1.1 * time_us(8, 16, 200, 6000, 0.8)[0]
 
 
 def test_a_step_alone_is_no_measure_of_steps_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,11 +181,54 @@ def test_a_step_alone_is_no_measure_of_steps_that_overlap(monkeypatch: pytest.Mo
     first = next(number for number, (drafts, _) in enumerate(measured) if drafts)
     assert (0, False) in measured[: first - 1]
     assert measured[first:].count((0, False)) == len(worker.steps) // PLAIN_EVERY
-    costs = RowCosts()
-    costs.add(16, 0, 5000, 10_000, alone=True)
-    assert costs.plain_way == 5000 * UNIT and not costs.overlapped
-    costs.add(16, 0, 5000, 5600)
-    assert costs.plain_way == 600 * UNIT and costs.overlapped
+
+
+def test_other_numbers_of_rows_are_measured_before_they_are_drafted() -> None:
+    """What one request gained says little of sixteen: their way is longer, and each pass too."""
+    driver, worker = asking(8, 130, 300, 0.8)
+    driver.submit([10, 2, 3, 4], TOKENS)
+    driver.run_until_idle()
+    alone, first = len(worker.steps), driver.now_us
+    assert sum(count > 0 for count in drafted(worker)) > 40
+    driver.way_us, worker.pass_us = 3000, 400
+    requests = [driver.submit([10 + row, 2, 3, 4], TOKENS) for row in range(16)]
+    driver.run_until_idle()
+    took_us = driver.now_us - first
+    assert all(len(driver.answer_of(request)) == TOKENS for request in requests)
+    without, _ = time_us(0, 16, 400, 3000, 0.8)
+    assert without / took_us >= 0.93, "of which half is the first six steps with drafts"
+    assert sum(count > 0 for count in drafted(worker)[alone:]) <= 12
+
+
+def test_drafts_that_lose_are_put_off_for_longer_and_longer() -> None:
+    gains = DraftGains()
+    for elapsed_us in (50_000, 1000, 1010):
+        assert not gains.knows(4)
+        gains.add_plain(4, elapsed_us)
+    assert gains.knows(5) and not gains.knows(8), "4 to 7 rows count as one number"
+    assert gains.plain_us[3] == 1000
+    waits, step = list[int](), 100
+    for _ in range(3):
+        for _ in range(CYCLES):
+            assert not gains.loses(4)
+            gains.add_drafted(4, 8, 2500)
+        assert gains.loses(4)
+        gains.put_off(4, step, 96, 8192)
+        waits.append(gains.until[3] - step)
+    lost_steps = CYCLES * (2500 - 2 * 1000) // 1000
+    assert waits == [96 * (lost_steps + 1) << number for number in range(3)]
+    for _ in range(CYCLES):
+        gains.add_drafted(4, 12, 2500)
+    assert not gains.loses(4) and gains.waits[3] == 0
+
+
+def test_a_slow_step_with_drafts_does_not_end_them() -> None:
+    gains = DraftGains()
+    for elapsed_us in (1000, 1000, 1000):
+        gains.add_plain(1, elapsed_us)
+    for elapsed_us in (2000, 60_000, 2000, 2000, 2000, 2000):
+        gains.add_drafted(1, 3, elapsed_us)
+    assert not gains.loses(1)
 
 
 def test_no_step_follows_one_that_asks() -> None:

@@ -11,6 +11,7 @@ long, as where kernels are compiled: of the last three the one in the middle cou
 from __future__ import annotations
 
 from .costs import DURATION_US_MAX, UNIT
+from .draft_gains import DraftGains
 
 CERTAIN = 1 << 10  # the chance of a token that is accepted always
 RESULTS_OF = 256  # the window of a group's results: at twice as many, all count half
@@ -33,6 +34,7 @@ class ModelDrafts:
         trying: The last step that asked was one of a trial.
         waits: How many trials in a row found that the model does not pay.
         next_trial: The step from which on the next trial comes, while it does not pay.
+        gains: What was measured of steps with its drafts.
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -42,6 +44,7 @@ class ModelDrafts:
         self.pass_time = self.last_pass = self.pass_before = UNKNOWN
         self.trial, self.trying = 0, False
         self.waits = self.next_trial = 0
+        self.gains = DraftGains()
 
     @property
     def first(self) -> int:

@@ -24,14 +24,12 @@ class RowCosts:
         line: Times of steps by their rows, each draft a row.
         plain_way, drafted_way: What the time between results has more, of steps without and with drafts; or UNKNOWN.
         last_way, way_before: Those of the last two steps with drafts; UNKNOWN before these.
-        overlapped: A step without drafts was measured that was not alone.
     """
 
     def __init__(self) -> None:
         self.line = StepCosts()
         self.plain_way = self.drafted_way = UNKNOWN
         self.last_way = self.way_before = UNKNOWN
-        self.overlapped = False
 
     def add(self, rows: int, drafts: int, duration_us: int, elapsed_us: int, *, alone: bool = False) -> None:
         """Add a step.
@@ -54,9 +52,8 @@ class RowCosts:
                 self.drafted_way = _averaged(self.drafted_way, sorted((way, self.last_way, self.way_before))[1])
             self.last_way, self.way_before = way, self.last_way
         elif not alone:
-            # The way of a step alone says nothing of it.
-            self.plain_way = way if not self.overlapped or way < self.plain_way else _averaged(self.plain_way, way)
-            self.overlapped = True
+            # Down at once, for the first way may be that of a step alone.
+            self.plain_way = way if way < self.plain_way else _averaged(self.plain_way, way)
         else:
             self.plain_way = _shortest(self.plain_way, way)
             if self.last_way == UNKNOWN:

@@ -7,11 +7,14 @@ the proposals are of use at once.
 
 A new worker's model is tried with some steps, whatever it seems to be worth. Where it does not pay, because its tokens
 are wrong too often or too many rows run, the number of rows is looked at anew with each plan, and chances and times by
-a trial now and then, which take at most 1 / TRIALS of the time, and less with each one that finds nothing.
+a trial now and then, which take at most 1 / TRIALS of the time, and less with each one that finds nothing. Where the
+estimate says that drafts pay and the measured steps with so many rows say that they do not (`cache.draft_gains`), there
+are none for a while.
 """
 
 from __future__ import annotations
 
+from ..cache.costs import UNIT
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN, UNKNOWN
 from .draft_choice import MARGIN, TRIALS, Chances
@@ -38,10 +41,16 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
     model, costs, step = group.model_drafts, group.row_costs, group.next_step
     if not costs.has_times:
         return most
-    if not costs.overlapped or _is_plain(step):
+    gains = model.gains
+    if not gains.knows(rows) or _is_plain(step):
         return 0  # these steps and one that overlaps them show what steps without drafts cost
+    if step < gains.until[rows.bit_length()]:
+        return 0
     if not model.trial:
         count = _best(group, rows, most, chances)
+        if count and gains.loses(rows):
+            gains.put_off(rows, step, TRIALS, WAIT_MOST)
+            return 0
         if count:
             model.trying, model.waits = False, 0
             return count
@@ -81,7 +90,7 @@ def _best(group: Group, rows: int, most: int, chances: Chances) -> int:
     if not costs.is_known or model.pass_time == UNKNOWN:
         return 0
     count, tokens, took = 0, CERTAIN, costs.of(rows, rows) - rows * costs.line.token
-    best, least = CERTAIN + CERTAIN // MARGIN, costs.of(rows)
+    best, least = CERTAIN + CERTAIN // MARGIN, UNIT * model.gains.plain_us[rows.bit_length()]
     for number, chance in enumerate(chances.of(most), 1):
         tokens += chance
         took += rows * costs.line.token + model.pass_time

@@ -365,7 +365,12 @@ class WorkerReports:
             passes_us = max(0, message.draft_us)
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
-            group.row_costs.add(sent.slots.size, drafts, message.duration_us, elapsed_us, alone=alone)
+            rows = sent.slots.size
+            group.row_costs.add(rows, drafts, message.duration_us, elapsed_us, alone=alone)
+            if group.model_drafts.most and drafts:
+                group.model_drafts.gains.add_drafted(rows, message.slots.size, elapsed_us + passes_us)
+            elif group.model_drafts.most and not alone and not sent.message.propose:
+                group.model_drafts.gains.add_plain(rows, elapsed_us)
         if message.idle_us >= 0:
             with_result = sent.sent_us == group.result_us  # both have the time of their turn
             group.pauses.add(message.idle_us, message.duration_us, with_result=with_result, in_time=sent.in_time)
