@@ -181,6 +181,7 @@ class SavedModelDrafts(Saved):
     pass_before: Big
     trial: int
     trying: bool
+    trial_us: int
     waits: int
     next_trial: int
 

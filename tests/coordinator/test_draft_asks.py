@@ -15,7 +15,7 @@ from kvforge.coordinator.core.cache.draft_gains import CYCLES, DraftGains
 from kvforge.coordinator.core.cache.model_drafts import CERTAIN, RESULTS_OF, ModelDrafts, own_chance, own_counts
 from kvforge.coordinator.core.cache.row_costs import RowCosts
 from kvforge.coordinator.core.events import FromWorker
-from kvforge.coordinator.core.scheduling.draft_asks import PLAIN_EVERY, TRIAL_FIRST, TRIAL_TOKENS
+from kvforge.coordinator.core.scheduling.draft_asks import PLAIN_EVERY, TRIAL_FIRST, TRIAL_TOKENS, tried
 from kvforge.protocol.messages import WorkerHello
 from tests.coordinator.driver import Driver, choose, continuation, fingerprint
 from tests.coordinator.test_draft_choice import TimedDrafter
@@ -229,6 +229,19 @@ def test_a_slow_step_with_drafts_does_not_end_them() -> None:
     for elapsed_us in (2000, 60_000, 2000, 2000, 2000, 2000):
         gains.add_drafted(1, 3, elapsed_us)
     assert not gains.loses(1)
+
+
+def test_a_dear_trial_makes_the_next_one_later() -> None:
+    """On an H200 each of the first steps that asked sixteen requests computed 2,048 tokens that lacked K and V."""
+    (group,) = asking(8, 130, 500, 0.9)[0].machine.cache.groups.values()
+    model = group.model_drafts
+    model.gains.plain_us[5], model.waits, model.next_trial, model.pass_time = 5000, 1, 400, 500 * UNIT
+    model.trial = 1
+    tried(group, 16, 4, 13_000)
+    assert (model.next_trial, model.trial_us) == (400, 11_000)
+    model.trial = 0
+    tried(group, 16, 4, 11_000)
+    assert (model.next_trial, model.trial_us) == (400 + 96 * 20_000 // 5000, 0)
 
 
 def test_no_step_follows_one_that_asks() -> None:

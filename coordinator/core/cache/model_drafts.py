@@ -32,6 +32,7 @@ class ModelDrafts:
         last_pass, pass_before: Those of the last two results.
         trial: Steps of a trial that are still to ask for proposals.
         trying: The last step that asked was one of a trial.
+        trial_us: What the passes of its steps took so far, beyond what passes take.
         waits: How many trials in a row found that the model does not pay.
         next_trial: The step from which on the next trial comes, while it does not pay.
         gains: What was measured of steps with its drafts.
@@ -42,7 +43,7 @@ class ModelDrafts:
         self.first_good, self.first_tried = 1, 2
         self.later_good, self.later_tried = 1, 2
         self.pass_time = self.last_pass = self.pass_before = UNKNOWN
-        self.trial, self.trying = 0, False
+        self.trial, self.trying, self.trial_us = 0, False, 0
         self.waits = self.next_trial = 0
         self.gains = DraftGains()
 

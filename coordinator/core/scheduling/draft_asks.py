@@ -84,6 +84,18 @@ def put_off(group: Group, rows: int) -> None:
     model.next_trial = group.next_step + min(max(WAIT_LEAST, wait), WAIT_MOST)
 
 
+def tried(group: Group, rows: int, passes: int, draft_us: int) -> None:
+    """Note what the passes of a step of a trial took: with tokens that lacked K and V, more than others.
+
+    The next trial comes later for what they took longer.
+    """
+    model, plain_us = group.model_drafts, group.model_drafts.gains.plain_us[rows.bit_length()]
+    model.trial_us += max(0, draft_us - passes * model.pass_time // UNIT)
+    if not model.trial and plain_us > 0:
+        wait = TRIALS * model.trial_us // plain_us << max(0, model.waits - 1)
+        model.next_trial, model.trial_us = model.next_trial + min(wait, WAIT_MOST), 0
+
+
 def _best(group: Group, rows: int, most: int, chances: Chances) -> int:
     """Return how many tokens make the time per token shortest; 0 if none does better than two steps that overlap."""
     model, costs = group.model_drafts, group.row_costs

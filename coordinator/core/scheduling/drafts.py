@@ -86,7 +86,10 @@ class Drafts:
         self._forget_older(group, sent, result)
         counts = result.draft_counts[: result.draft_model_rows]
         if counts.size:
-            group.model_drafts.took(result.draft_us, int(counts.max()))
+            passes = int(counts.max())
+            group.model_drafts.took(result.draft_us, passes)
+            if group.model_drafts.trying:
+                draft_asks.tried(group, sent.slots.size, passes, result.draft_us)
         elif not result.draft_slots.size:  # the model failed, or its rows are too many
             draft_asks.put_off(group, sent.slots.size)
         if self._room(group) < 1:
