@@ -17,10 +17,9 @@ import triton.language as tl
 
 from kvforge.worker.device.target import HEAD_UNIT
 
-from .decode_kernel import _capped, _unpack
+from .decode_kernel import _capped, _in_powers_of_two, _unpack
 from .plan_items import FIELDS, SHARED_HEAD, SHARED_PART, SHARED_ROW, place
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
 _ITEMS = tl.constexpr(place(SHARED_HEAD, "items"))
@@ -268,7 +267,7 @@ def shared_decode_kernel(
                     sums *= 256.0
             entry, g, used = _lanes(rows_of_part, count, tile, GROUP, ROWS)
             head = kv_head * GROUP + g
-            sink = tl.load(sinks + head, mask=used & (part == 0), other=float("-inf")) * _LOG2_E
+            sink = _in_powers_of_two(tl.load(sinks + head, mask=used & (part == 0), other=float("-inf")))
             new_greatest = tl.maximum(greatest, sink)
             shrink = tl.exp2(greatest - new_greatest)
             weight = tl.sum(total, 1) * shrink + tl.exp2(sink - new_greatest)
