@@ -222,6 +222,14 @@ def test_drafts_that_lose_are_put_off_for_longer_and_longer() -> None:
     assert not gains.loses(4) and gains.waits[3] == 0
 
 
+def test_any_number_of_rows_is_measured() -> None:
+    """Steps without drafts are measured whatever their rows are."""
+    gains = DraftGains()
+    for rows in (1, 1 << 16, 1 << 30):
+        gains.add_plain(rows, 1000)
+    assert (gains.plain_seen[1], gains.plain_seen[-1]) == (1, 2)
+
+
 def test_a_slow_step_with_drafts_does_not_end_them() -> None:
     gains = DraftGains()
     for elapsed_us in (1000, 1000, 1000):

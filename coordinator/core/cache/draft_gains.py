@@ -8,7 +8,7 @@ captured: without drafts the shortest of the first three counts, and with drafts
 
 from __future__ import annotations
 
-SIZES = 17  # bit lengths of numbers of rows
+SIZES = 17  # bit lengths of numbers of rows; the last one is of all greater numbers
 UNKNOWN = -1
 PLAIN_FIRST = 3  # steps without drafts before drafts are compared with them
 PLAIN_OF = 6  # their averaging window
@@ -16,6 +16,11 @@ CYCLES = 6  # steps with drafts before they are compared
 CYCLES_OF = 32  # their window: then all count half
 GAIN_OF = 64  # drafts lose if they gain less than 1 / GAIN_OF
 TOKEN = 1 << 10  # units of a token
+
+
+def size_of(rows: int) -> int:
+    """Return the place of a number of rows in the lists of measurements."""
+    return min(rows.bit_length(), SIZES - 1)
 
 
 class DraftGains:
@@ -39,7 +44,7 @@ class DraftGains:
 
     def add_plain(self, rows: int, elapsed_us: int) -> None:
         """Add a step without drafts that overlapped another one."""
-        size, elapsed_us = rows.bit_length(), max(1, elapsed_us)
+        size, elapsed_us = size_of(rows), max(1, elapsed_us)
         before = self.plain_us[size]
         if self.plain_seen[size] < PLAIN_FIRST:
             self.plain_seen[size] += 1
@@ -49,7 +54,7 @@ class DraftGains:
 
     def add_drafted(self, rows: int, tokens: int, elapsed_us: int) -> None:
         """Add a step with drafts. elapsed_us: also of the passes behind it."""
-        size, elapsed_us = rows.bit_length(), max(1, elapsed_us)
+        size, elapsed_us = size_of(rows), max(1, elapsed_us)
         self.least_us[size] = least_us = min(self.least_us[size] or elapsed_us, elapsed_us)
         self.cycles[size] += 1
         self.tokens[size] += TOKEN * tokens // rows
@@ -62,11 +67,11 @@ class DraftGains:
 
     def knows(self, rows: int) -> bool:
         """Return whether steps of so many rows without drafts were measured."""
-        return self.plain_seen[rows.bit_length()] == PLAIN_FIRST
+        return self.plain_seen[size_of(rows)] == PLAIN_FIRST
 
     def loses(self, rows: int) -> bool:
         """Return whether steps of so many rows with drafts gain too little."""
-        size = rows.bit_length()
+        size = size_of(rows)
         without_us = self.tokens[size] * self.plain_us[size] // TOKEN  # for as many tokens
         return self.cycles[size] >= CYCLES and GAIN_OF * without_us < (GAIN_OF + 1) * self.took_us[size]
 
@@ -79,7 +84,7 @@ class DraftGains:
             trials: What was lost is 1 / trials of that time at most.
             most: The longest wait, in steps.
         """
-        size = rows.bit_length()
+        size = size_of(rows)
         plain_us = self.plain_us[size]
         lost_us = max(0, self.took_us[size] - self.tokens[size] * plain_us // TOKEN)
         wait = (trials * lost_us // plain_us + trials) << self.waits[size]

@@ -15,6 +15,7 @@ are none for a while.
 from __future__ import annotations
 
 from ..cache.costs import UNIT
+from ..cache.draft_gains import size_of
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN, UNKNOWN
 from .draft_choice import MARGIN, TRIALS, Chances
@@ -44,7 +45,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
     gains = model.gains
     if not gains.knows(rows) or _is_plain(step):
         return 0  # these steps and one that overlaps them show what steps without drafts cost
-    if step < gains.until[rows.bit_length()]:
+    if step < gains.until[size_of(rows)]:
         return 0
     if not model.trial:
         count = _best(group, rows, most, chances)
@@ -89,7 +90,7 @@ def tried(group: Group, rows: int, passes: int, draft_us: int) -> None:
 
     The next trial comes later for what they took longer.
     """
-    model, plain_us = group.model_drafts, group.model_drafts.gains.plain_us[rows.bit_length()]
+    model, plain_us = group.model_drafts, group.model_drafts.gains.plain_us[size_of(rows)]
     model.trial_us += max(0, draft_us - passes * model.pass_time // UNIT)
     if not model.trial and plain_us > 0:
         wait = TRIALS * model.trial_us // plain_us << max(0, model.waits - 1)
@@ -102,7 +103,7 @@ def _best(group: Group, rows: int, most: int, chances: Chances) -> int:
     if not costs.is_known or model.pass_time == UNKNOWN:
         return 0
     count, tokens, took = 0, CERTAIN, costs.of(rows, rows) - rows * costs.line.token
-    best, least = CERTAIN + CERTAIN // MARGIN, UNIT * model.gains.plain_us[rows.bit_length()]
+    best, least = CERTAIN + CERTAIN // MARGIN, UNIT * model.gains.plain_us[size_of(rows)]
     for number, chance in enumerate(chances.of(most), 1):
         tokens += chance
         took += rows * costs.line.token + model.pass_time
