@@ -94,15 +94,6 @@ def _capped(scores, softcap):
 
 
 @triton.jit
-def _in_powers_of_two(sink):
-    """Return sinks in units of log2, rounded: no compiler may fuse this product with the subtraction that follows.
-
-    Kernels that did so and others had different bits. Finite sinks and -inf are as without the bound.
-    """
-    return tl.minimum(sink * _LOG2_E, 3e38)
-
-
-@triton.jit
 def _merge(
     partials,
     sizes,
@@ -250,7 +241,7 @@ def decode_kernel(
                 q = q.to(tl.float32)
             q_high = q
             factor = tl.full([ROWS], 1.0, tl.float32) * scale
-        sink = _in_powers_of_two(tl.load(sinks + head, mask=(g < GROUP) & (part == 0), other=float("-inf")))
+        sink = tl.load(sinks + head, mask=(g < GROUP) & (part == 0), other=float("-inf")) * _LOG2_E
 
         table = tables + row * table_stride
         key_columns = (keys + kv_head * WIDTH + d)[None, :]

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvforge.worker.device.target import HEAD_UNIT
 
-from .decode_kernel import _capped, _in_powers_of_two, _unpack
+from .decode_kernel import _LOG2_E, _capped, _unpack
 from .plan_items import FIELDS, SHARED_HEAD, SHARED_PART, SHARED_ROW, place
 
 _UNIT = tl.constexpr(HEAD_UNIT)
@@ -267,7 +267,10 @@ def shared_decode_kernel(
                     sums *= 256.0
             entry, g, used = _lanes(rows_of_part, count, tile, GROUP, ROWS)
             head = kv_head * GROUP + g
-            sink = _in_powers_of_two(tl.load(sinks + head, mask=used & (part == 0), other=float("-inf")))
+            sink = tl.load(sinks + head, mask=used & (part == 0), other=float("-inf")) * _LOG2_E
+            # Rounded, as where `decode_kernel` has it before its loop. The compiler would fuse the product with the
+            # subtraction below, and the bits would be others. All sinks are below the bound.
+            sink = tl.minimum(sink, 3e38)
             new_greatest = tl.maximum(greatest, sink)
             shrink = tl.exp2(greatest - new_greatest)
             weight = tl.sum(total, 1) * shrink + tl.exp2(sink - new_greatest)
