@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvforge.coordinator.core.cache.costs import UNIT
+from kvforge.coordinator.core.cache.costs import DURATION_US_MAX, UNIT
 from kvforge.coordinator.core.cache.draft_gains import CYCLES, DraftGains
 from kvforge.coordinator.core.cache.model_drafts import CERTAIN, RESULTS_OF, ModelDrafts, own_chance, own_counts
 from kvforge.coordinator.core.cache.row_costs import RowCosts
 from kvforge.coordinator.core.events import FromWorker
+from kvforge.coordinator.core.scheduling import draft_choice
 from kvforge.coordinator.core.scheduling.draft_asks import PLAIN_EVERY, TRIAL_FIRST, TRIAL_TOKENS, tried
 from kvforge.protocol.messages import WorkerHello
 from tests.coordinator.driver import Driver, choose, continuation, fingerprint
-from tests.coordinator.test_draft_choice import TimedDrafter
+from tests.coordinator.test_draft_choice import ROOM, TimedDrafter
 from tests.coordinator.test_drafts import drafted
 
 TOKENS = 300
@@ -28,6 +29,7 @@ class AskedDrafter(TimedDrafter):
     """A worker with a draft model: each drafted token takes a pass of all rows, and is right with a chance."""
 
     pass_us, chance = 0, 0.8
+    reported_us: int | None = None  # in place of what passes took
 
     def propose(self, slot: int, context: int) -> list[int]:
         return []
@@ -45,7 +47,8 @@ class AskedDrafter(TimedDrafter):
         """Execute a step, and report what its passes took."""
         result = super().execute(step)
         passes = int(result.draft_counts[: result.draft_model_rows].max(initial=0))
-        return msgspec.structs.replace(result, draft_us=passes * self.pass_us)
+        took_us = passes * self.pass_us if self.reported_us is None else self.reported_us
+        return msgspec.structs.replace(result, draft_us=took_us)
 
 
 class AskedDriver(Driver):
@@ -68,24 +71,15 @@ class AskedDriver(Driver):
         """Deliver a result after its time, and after its passes."""
         (group,) = self.machine.cache.groups.values()
         began_us = max(group.sent[0].sent_us + self.way_us // 2, self.free_us)
-        self.free_us = began_us + result.duration_us + result.draft_us
+        passes_us = result.draft_us if worker.reported_us is None else 0
+        self.free_us = began_us + result.duration_us + passes_us
         self.now_us = self.free_us + self.way_us // 2
         return super().report(worker, result)
 
 
 def asking(drafts: int, pass_us: int, way_us: int, chance: float) -> tuple[AskedDriver, AskedDrafter]:
     """Return a driver and its worker."""
-    driver = AskedDriver(
-        drafts_max=drafts,
-        step_rows_max=96,
-        step_tokens_max=96,
-        draft_rows_max=96,
-        sequences_max=96,
-        block_size=8,
-        blocks_max=4096,
-        blocks_per_sequence_max=256,
-        steps_in_flight_max=2,
-    )
+    driver = AskedDriver(drafts_max=drafts, **ROOM)
     driver.way_us, driver.model_drafts = way_us, drafts
     worker = driver.add_worker(4096)
     assert isinstance(worker, AskedDrafter)
@@ -220,6 +214,34 @@ def test_drafts_that_lose_are_put_off_for_longer_and_longer() -> None:
     for _ in range(CYCLES):
         gains.add_drafted(4, 12, 2500)
     assert not gains.loses(4) and gains.waits[3] == 0
+
+
+def test_a_worker_that_reports_any_time_does_no_harm() -> None:
+    """Times are bounded, so that a snapshot holds them; without a question there were no passes."""
+    driver, worker = asking(8, 130, 500, 0.9)
+    for number, took_us in enumerate((1 << 62, -(1 << 62), 1 << 62, 1 << 62)):
+        worker.reported_us = took_us
+        request = driver.submit([10 + number, 2, 3, 4], 60)
+        driver.run_until_idle()
+        assert driver.answer_of(request) == continuation([10 + number, 2, 3, 4], 60)
+    (group,) = driver.machine.cache.groups.values()
+    model = group.model_drafts
+    assert 1000 <= model.gains.plain_us[1] < 2000, "of steps that asked for nothing"
+    model.trial, model.trial_us = 1, 0
+    for _ in range(2):
+        tried(group, 1, 4, 1 << 62)
+    assert model.trial_us <= 2 * DURATION_US_MAX
+
+
+def test_the_wait_of_lookup_outlasts_steps_that_ask() -> None:
+    (group,) = asking(8, 130, 500, 0.9)[0].machine.cache.groups.values()
+    group.row_costs.add(1, 0, 1000, 1000)
+    group.row_costs.add(1, 2, 1020, 1500)
+    group.drafts_from, group.last_step = 900, 100
+    assert draft_choice.choose(group, 1, {0: 4}, {0: draft_choice.Chances(900, 900)}, asked=True)
+    assert group.drafts_from == 900
+    draft_choice.choose(group, 1, {0: 4}, {0: draft_choice.Chances(900, 900)})
+    assert group.drafts_from == 0
 
 
 def test_any_number_of_rows_is_measured() -> None:

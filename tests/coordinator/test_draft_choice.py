@@ -216,19 +216,13 @@ class TimedDriver(Driver):
         return super().report(worker, result)
 
 
+ROOM = {"step_rows_max": 96, "step_tokens_max": 96, "draft_rows_max": 96, "sequences_max": 96, "block_size": 8}
+ROOM |= {"blocks_max": 4096, "blocks_per_sequence_max": 256, "steps_in_flight_max": 2}
+
+
 def timed(drafts: int, row_us: int, way_us: int, right: float) -> tuple[TimedDriver, TimedDrafter]:
     """Return a driver and its worker."""
-    driver = TimedDriver(
-        drafts_max=drafts,
-        step_rows_max=96,
-        step_tokens_max=96,
-        draft_rows_max=96,
-        sequences_max=96,
-        block_size=8,
-        blocks_max=4096,
-        blocks_per_sequence_max=256,
-        steps_in_flight_max=2,
-    )
+    driver = TimedDriver(drafts_max=drafts, **ROOM)
     driver.way_us = way_us
     worker = driver.add_worker(4096)
     assert isinstance(worker, TimedDrafter)

@@ -1,9 +1,10 @@
-"""What a draft model gains, measured: the tokens and times of steps that verify its drafts, and of steps without any.
+"""The gains of a draft model, measured: tokens and times of steps that verify its drafts, and of steps without any.
 
-An estimate of what drafts gain has errors where the costs of other numbers of rows are carried over. So for each number
-of rows, up to a factor of two, the time from result to result is kept, of steps without drafts that overlap, and of
-steps with drafts, with what their own passes took. Some steps take many times as long as others, as where a graph is
-captured: without drafts the shortest of the first three counts, and with drafts no more than twice the shortest.
+An estimated gain has errors where the costs of other numbers of rows are carried over. Therefore, for each number of
+rows, up to a factor of two, the time from result to result is kept, of steps without drafts that overlap, and of
+steps that verify drafts and ask for others, with what their own passes took. Some steps take many times as long as
+others, as where a graph is captured: without drafts the shortest of the first three counts, and with drafts no more
+than twice the shortest.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DraftGains:
             self.plain_us[size] += (min(elapsed_us, 2 * before) - before) // PLAIN_OF
 
     def add_drafted(self, rows: int, tokens: int, elapsed_us: int) -> None:
-        """Add a step with drafts. elapsed_us: also of the passes behind it."""
+        """Add a step that verified drafts and asked for others. elapsed_us: also of the passes behind it."""
         size, elapsed_us = size_of(rows), max(1, elapsed_us)
         self.least_us[size] = least_us = min(self.least_us[size] or elapsed_us, elapsed_us)
         self.cycles[size] += 1
@@ -81,7 +82,7 @@ class DraftGains:
         Args:
             rows: The rows, which lost.
             step: The next step.
-            trials: What was lost is 1 / trials of that time at most.
+            trials: The loss is at most 1 / trials of that time.
             most: The longest wait, in steps.
         """
         size = size_of(rows)

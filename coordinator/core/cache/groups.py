@@ -178,7 +178,7 @@ class Group:
         expected: A proposal for each row that is compared with its tokens, by slot: the run of the row, how many
             tokens were right, and the proposal.
         draft_chance, draft_later: The averages of its requests' chances; see `scheduling.draft_choice`.
-        model_drafts: What is known of its draft model.
+        model_drafts: Measurements of its draft model.
         row_costs: The costs of steps without prompt tokens, of a worker that drafts or has requests of batches.
         draft_wait: For how many steps it took no proposals when drafts did not pay, 0 since they did.
         drafts_from: The step from which on it takes proposals; 0: it takes them.

@@ -1,7 +1,7 @@
-"""What is known of a group's draft model: how often its tokens are right, and what they take.
+"""Measurements of a group's draft model: how often its tokens are right, and the time that they take.
 
 The tokens of a draft model, or of heads, are about as likely to be right for one request as for another, unlike those
-of lookup. So all results of a group tell its chances, and a new request begins with them. A request that differs
+of lookup. Therefore all results of a group tell its chances, and a new request begins with them. A request that differs
 moves its own away from these, by what was accepted of what was expected.
 
 A pass computes one token of all rows. The worker reports what the passes of a result took. Some take many times as
@@ -28,11 +28,11 @@ class ModelDrafts:
         most: The most tokens that it proposes for a row; 0: the worker has none.
         first_good, first_tried: Results with a right first token, and all results; one of two before the first.
         later_good, later_tried: The same of tokens behind a right one.
-        pass_time: What a pass takes, in units of 1/UNIT microseconds; UNKNOWN before the first.
-        last_pass, pass_before: Those of the last two results.
+        pass_time: The time of a pass, in units of 1/UNIT microseconds; UNKNOWN before the first.
+        last_pass, pass_before: The times of the last two results.
         trial: Steps of a trial that are still to ask for proposals.
         trying: The last step that asked was one of a trial.
-        trial_us: What the passes of its steps took so far, beyond what passes take.
+        trial_us: The time of its passes so far, beyond `pass_time`.
         waits: How many trials in a row found that the model does not pay.
         next_trial: The step from which on the next trial comes, while it does not pay.
         gains: What was measured of steps with its drafts.

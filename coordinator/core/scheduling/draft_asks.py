@@ -14,7 +14,7 @@ are none for a while.
 
 from __future__ import annotations
 
-from ..cache.costs import UNIT
+from ..cache.costs import DURATION_US_MAX, UNIT
 from ..cache.draft_gains import size_of
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN, UNKNOWN
@@ -91,7 +91,7 @@ def tried(group: Group, rows: int, passes: int, draft_us: int) -> None:
     The next trial comes later for what they took longer.
     """
     model, plain_us = group.model_drafts, group.model_drafts.gains.plain_us[size_of(rows)]
-    model.trial_us += max(0, draft_us - passes * model.pass_time // UNIT)
+    model.trial_us += max(0, min(draft_us, DURATION_US_MAX) - passes * model.pass_time // UNIT)
     if not model.trial and plain_us > 0:
         wait = TRIALS * model.trial_us // plain_us << max(0, model.waits - 1)
         model.next_trial, model.trial_us = model.next_trial + min(wait, WAIT_MOST), 0

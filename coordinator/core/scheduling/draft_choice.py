@@ -119,7 +119,8 @@ def choose(
     each = [(chance, slot) for slot, most in wanted.items() for chance in chances[slot].of(most)]
     each.sort(key=lambda draft: -draft[0])
     costs, is_trial = group.row_costs, group.drafts_from > 0
-    group.drafts_from = 0
+    if not asked:
+        group.drafts_from = 0  # of lookup
     if not costs.has_times or (asked and group.model_drafts.trying):
         count = len(each)
     elif asked:

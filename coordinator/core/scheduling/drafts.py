@@ -18,7 +18,7 @@ stop token: what is accepted behind it would be in the state. Their drafts end w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -94,23 +94,26 @@ class Drafts:
             draft_asks.put_off(group, sent.slots.size)
         if self._room(group) < 1:
             return
-        s, runs = self._cache.sequences, dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
-        end, tokens = 0, result.draft_tokens.tolist()
-        for number, (slot, count) in enumerate(
-            zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True)
-        ):
-            first, end = end, end + count
-            if self._rows.run[slot] != runs[slot] or not s.running[slot]:
-                continue
-            request = self._requests.live[int(s.request[slot])]
-            request.draft_by_model = number < counts.size
+        for slot, tokens, request in self._proposed(sent, result):
             if not request.draft_by_model:
-                group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
-            most = min(count, self._wanted(group, slot, tokens[first:end]))
+                group.expected.setdefault(slot, (int(self._rows.run[slot]), 0, tokens))
+            most = self._wanted(group, slot, tokens)
             if most > 0 and (request.draft_by_model or request.draft_chance != UNKNOWN):
-                group.proposals[slot] = tuple(tokens[first : first + most])
+                group.proposals[slot] = tokens[:most]
         if group.proposals:
             group.steady = None
+
+    def _proposed(self, sent: SentStep, result: StepResult) -> Iterator[tuple[int, tuple[int, ...], Request]]:
+        """Yield the proposals of a result for rows that still run: slot, tokens, and the request that they are for."""
+        s, tokens, end = self._cache.sequences, result.draft_tokens.tolist(), 0
+        runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
+        rows = zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True)
+        for number, (slot, count) in enumerate(rows):
+            first, end = end, end + count
+            if self._rows.run[slot] == runs[slot] and s.running[slot]:
+                request = self._requests.live[int(s.request[slot])]
+                request.draft_by_model = number < result.draft_model_rows
+                yield slot, tuple(tokens[first:end]), request
 
     def _forget_older(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Forget the proposals of rows that have a token in a result, and compare those that were only expected."""
@@ -124,21 +127,13 @@ class Drafts:
         self._forget_older(group, sent, result)
         if not result.draft_slots.size or self._room(group) < 1:
             return
-        s, tokens = self._cache.sequences, result.draft_tokens.tolist()
-        runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
-        kept = dict[int, tuple[int, ...]]()
-        end = going_on = 0
-        for slot, count in zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True):
-            first, end = end, end + count
-            if self._rows.run[slot] != runs[slot] or not s.running[slot]:
-                continue
+        kept, going_on = dict[int, tuple[int, ...]](), 0
+        for slot, tokens, request in self._proposed(sent, result):
             going_on += slot in group.expected
-            group.expected.setdefault(slot, (runs[slot], 0, tuple(tokens[first:end])))
-            most = min(count, self._wanted(group, slot, tokens[first:end]))
-            request = self._requests.live[int(s.request[slot])]
-            request.draft_by_model = False
+            group.expected.setdefault(slot, (int(self._rows.run[slot]), 0, tokens))
+            most = self._wanted(group, slot, tokens)
             if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
-                kept[slot] = tuple(tokens[first : first + most])
+                kept[slot] = tokens[:most]
         if not kept or group.next_step < group.drafts_from:
             return
         room = self._room(group)

@@ -25,6 +25,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.meters import WorkerInfo
 
+from ..cache.costs import DURATION_US_MAX
 from ..cache.groups import Group
 from ..cache.kv_cache_manager import KVCacheManager
 from ..commands import validate
@@ -362,14 +363,14 @@ class WorkerReports:
         wanted = group.drafts or self._admission.rows.batch_count
         if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
-            passes_us = max(0, message.draft_us)
+            passes_us = max(0, min(message.draft_us, DURATION_US_MAX)) if sent.message.propose else 0
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
             rows = sent.slots.size
             group.row_costs.add(rows, drafts, message.duration_us, elapsed_us, alone=alone)
-            if group.model_drafts.most and drafts:
+            if group.model_drafts.most and sent.message.propose and drafts:
                 group.model_drafts.gains.add_drafted(rows, message.slots.size, elapsed_us + passes_us)
-            elif group.model_drafts.most and not alone and not sent.message.propose:
+            elif group.model_drafts.most and not (alone or drafts or sent.message.propose):
                 group.model_drafts.gains.add_plain(rows, elapsed_us)
         if message.idle_us >= 0:
             with_result = sent.sent_us == group.result_us  # both have the time of their turn
