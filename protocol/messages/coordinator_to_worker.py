@@ -76,7 +76,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
             drafts need them.
         drafts: The most tokens that the worker proposes for this row at a time; 0: none. Above 0, the history holds at
             least the latest tokens of the sequence for the drafter: the last of the prompt, then the last of the
-            answer, which may be fewer than `generated`. Where the sampling needs more of them, they are all there.
+            answer, which may be fewer than `generated`. Where the sampling needs more, all are there.
         shared_drafts: Rows with the same number, one of a tenant and its salt, may be drafted from each other's tokens;
             0: from none. Unsigned 63 bit.
     """

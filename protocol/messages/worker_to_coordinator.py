@@ -140,8 +140,7 @@ class StepResult(Message, frozen=True, tag="step_result"):
 
     `draft_slots`, `draft_counts` and `draft_tokens` propose drafts. Those of a slot follow the last token in this
     result, also where later steps with the slot are in flight. They are a hint: the coordinator verifies all, a prefix
-    or none of them, and keeps those of one result until the next result with the slot. Those of a draft model come
-    first.
+    or none, and keeps those of one result until the next result with the slot. Those of a draft model come first.
 
     Attributes:
         top_counts: [sampled] int32, as in Stream.
