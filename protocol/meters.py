@@ -85,6 +85,7 @@ POOL_COUNTS = (
     "disk_unsaved",
     "disk_failed",
     "disk_late",
+    "disk_declined",
     "disk_missed_tags",
     "disk_missed_checksums",
     "device_idle_us",

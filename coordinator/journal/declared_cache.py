@@ -349,6 +349,7 @@ class SavedDiskTier(Saved):
     stale: set[int] = msgspec.field(default_factory=set)
     breaks: int = 0
     halves: set[int] = msgspec.field(default_factory=set)
+    declined_total: int = 0
 
 
 class SavedWipes(Saved):
@@ -370,6 +371,16 @@ class SavedRankDisks(Saved):
     answers: dict[int, dict[int, tuple[int, int]]]
 
 
+class SavedDiskCosts(Saved):
+    """The `DiskCosts` of a disk tier."""
+
+    line: SavedCosts
+    declined: int
+    began_us: int
+    blocks: int
+    due: int
+
+
 class SavedDiskCopies(Saved):
     """The `DiskCopies` of a group. `wanted` has its nodes in order."""
 
@@ -386,6 +397,7 @@ class SavedDiskCopies(Saved):
     stalled: bool
     off: bool
     ranks: SavedRankDisks | None = None
+    costs: SavedDiskCosts | None = None
 
 
 class SavedHostCopies(Saved):

@@ -287,7 +287,7 @@ class _Restoring:
             pool.writeback = HostWriteback(copies, self._machine.limits.cache.host_writeback_blocks)
             pool.writeback.backlog.extend(saved.host.backlog)
             if saved.host.disk is not None:
-                copies.disk = self._disk(saved.host.disk, copies.tier)
+                copies.disk = self._disk(saved.host.disk, copies)
         group.sent.extend(self._sent(sent) for sent in saved.sent)
         group.steady = self._steady(saved.steady) if saved.steady is not None else None
         self._fields.restore(group.costs, saved.costs)
@@ -301,10 +301,13 @@ class _Restoring:
             self._fields.restore(group.pauses, saved.pauses)
         return group
 
-    def _disk(self, saved: c.SavedDiskCopies, host: HostTier) -> DiskCopies:
+    def _disk(self, saved: c.SavedDiskCopies, host: HostCopies) -> DiskCopies:
         ranks = saved.ranks.count if saved.ranks is not None else 1
         disk = self._machine.cache.disk_copies(saved.tier.total, host, ranks)
-        self._fields.restore(disk, saved, "tier", "wanted", "ranks")
+        self._fields.restore(disk, saved, "tier", "wanted", "ranks", "costs")
+        if saved.costs is not None:
+            self._fields.restore(disk.costs, saved.costs, "line")
+            self._fields.restore(disk.costs.line, saved.costs.line)
         if saved.ranks is not None and disk.ranks is not None:
             self._fields.restore(disk.ranks, saved.ranks)
         disk.wanted.update(dict.fromkeys(saved.wanted))

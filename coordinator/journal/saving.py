@@ -152,7 +152,8 @@ class _Saving:
     def _disk(self, disk: DiskCopies) -> c.SavedDiskCopies:
         tier = self._of(c.SavedDiskTier, disk.tier, **_books(disk.tier))
         ranks = self._of(c.SavedRankDisks, disk.ranks) if disk.ranks is not None else None
-        return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted), ranks=ranks)
+        costs = self._of(c.SavedDiskCosts, disk.costs, line=self._of(c.SavedCosts, disk.costs.line))
+        return self._of(c.SavedDiskCopies, disk, tier=tier, wanted=list(disk.wanted), ranks=ranks, costs=costs)
 
     def _sent(self, sent: SentStep) -> c.SavedStep:
         return self._of(c.SavedStep, sent, message=_frames(sent.message))

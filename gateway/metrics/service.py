@@ -344,6 +344,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], 
     ),
     ("disk_late_requests", "Requests that stopped waiting for the worker's disk tier.", _by_worker("disk_late"), _W),
     (
+        "disk_declined_requests",
+        "Requests that computed what the worker's disk tier has, because that takes less time.",
+        _by_worker("disk_declined"),
+        _W,
+    ),
+    (
         "disk_misses",
         "Blocks of the worker's disk tier that did not hold what was expected, by what differed: tag, checksum.",
         _misses("disk"),

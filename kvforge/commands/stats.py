@@ -34,6 +34,7 @@ DISK_HEAD = (
     "missed",
     "failed",
     "late",
+    "declined",
 )
 HEAD = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
 
@@ -183,4 +184,5 @@ def _disk_row(worker: str, disk: DiskStats) -> tuple[object, ...]:
         disk.missed_tags_total + disk.missed_checksums_total,
         disk.failed_total,
         disk.late_total,
+        disk.declined_total,
     )

@@ -280,6 +280,7 @@ class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
         missed_tags_total: Reads that found another entry, or none.
         missed_checksums_total: Reads of blocks with other bytes than were written.
         off: The tier is off, because its copies failed.
+        declined_total: Requests that computed what the disk has, because that takes less time.
     """
 
     blocks: int
@@ -297,6 +298,7 @@ class DiskStats(msgspec.Struct, frozen=True, kw_only=True):
     missed_tags_total: int
     missed_checksums_total: int
     off: bool = False
+    declined_total: int = 0
 
     @property
     def referenced(self) -> int:

@@ -32,7 +32,7 @@ from tools.simulation.host_files import NO_CELLS, Cells, HostFile
 
 OTHER_DISK_SHARE, FAILED_SHARE, FLIPPED_SHARE = 0.1, 0.03, 0.05
 ENTRIES_AT_ONCE = 5
-ORDER_US, LATE_US = 3_000, 60_000
+LATE_US = 60_000
 Order = tuple[int, int, int, int, Entry]  # id, kind, host block, disk block, entry
 
 
@@ -52,9 +52,9 @@ class SimulatedDisk:
     """
 
     def __init__(
-        self, blocks: int, random: Random, block_size: int, late_share: float = 0.08, stuck_share: float = 0.0
+        self, blocks: int, random: Random, block_size: int, order_us: int, late_share: float, stuck_share: float
     ) -> None:
-        self.blocks, self._random, self._size = blocks, random, block_size
+        self.blocks, self._random, self._size, self._order_us = blocks, random, block_size, order_us
         self._late_share, self._stuck_share = late_share, stuck_share
         self._stuck: list[Callable[[], None]] = []
         self._content: dict[int, tuple[Record, Cells]] = {}
@@ -125,7 +125,7 @@ class SimulatedDisk:
                 self._stuck.append(lambda at=number: ended(at))  # type: ignore[misc]
                 continue
             late = self._random.random() < self._late_share
-            after(1 + self._random.randrange(LATE_US if late else ORDER_US), lambda at=number: ended(at))  # type: ignore[misc]
+            after(1 + self._random.randrange(LATE_US if late else self._order_us), lambda at=number: ended(at))  # type: ignore[misc]
 
     def calm(self) -> None:
         """End the orders that are stuck, and let no other one be."""

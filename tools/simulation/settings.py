@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         disk_blocks: blocks of the disk tier of each worker; 0 for none.
         flip_share: share of the steps with host copies before which a bit of a block in the file flips.
         half_share: share of the steps with copies to the host file that their worker dies amid.
+        order_us: most time of the other orders of a disk.
         late_share: share of the orders of a disk that end late.
         stuck_share: share of these that do not end before the worker dies, or all is calm.
         wipe_gap_us: mean time between two wipes of tenants; 0 for none.
@@ -119,6 +120,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: int = 0
     flip_share: float = 0.0
     half_share: float = 0.0
+    order_us: int = 200
     late_share: float = 0.08
     stuck_share: float = 0.0
     wipe_gap_us: int = 0
@@ -379,7 +381,9 @@ def with_disks(settings: Settings, random: Random, share: float = DISKS_SHARE) -
         for ceiling in (random.choice((0, max(1, blocks // 2))),)
     }
     copies = {"late_share": random.choice((0.08, 0.5)), "stuck_share": random.choice((0.0, 0.02))}
-    return msgspec.structs.replace(settings, disk_blocks=blocks, quotas=quotas, **copies)
+    # Most disks are quicker than steps, since those that are slower are read seldom.
+    order_us = random.choice((100, 200, 3000))
+    return msgspec.structs.replace(settings, disk_blocks=blocks, quotas=quotas, order_us=order_us, **copies)
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:

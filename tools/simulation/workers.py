@@ -311,8 +311,8 @@ class SimulatedWorker:
         count = host.settings.host_blocks
         self._file = HostFile(self.label, count, host.settings.block_size) if count else None
         blocks, random = host.settings.disk_blocks, Random(f"disk/{seed}/{self.label}")
-        shares = host.settings.late_share, host.settings.stuck_share
-        self._disk = SimulatedDisk(blocks, random, host.settings.block_size, *shares) if blocks else None
+        times = host.settings.order_us, host.settings.late_share, host.settings.stuck_share
+        self._disk = SimulatedDisk(blocks, random, host.settings.block_size, *times) if blocks else None
         self._half_share = host.settings.half_share
 
     def replaced(self, back_after_us: int) -> None:

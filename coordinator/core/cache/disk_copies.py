@@ -3,8 +3,9 @@
 *Down*: an entry of the host tier is copied to the disk soon after it has come there, so that the host tier can give its
 block up at any time, and a host that dies loses little.
 
-*Up*: a request about to start whose prefix goes on on the disk waits until these blocks are in the host tier. Then it
-starts as with any host hit. It waits for a limited time, and is computed then.
+*Up*: a request about to start whose prefix goes on on the disk waits until these blocks are in the host tier, if that
+takes less time than computing them (`disk_costs`). Then it starts as with any host hit. It waits for a limited time,
+and is computed then.
 
 An order holds what it reads and owns what it writes until the worker's answer, so orders end in any order, and no step
 waits for one. A worker that comes back to a restarted coordinator gets the unanswered orders again. The disks of
@@ -13,7 +14,7 @@ several ranks count as one (`rank_disks`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import (
@@ -32,6 +33,7 @@ from kvforge.protocol.messages import (
     DiskStats,
 )
 
+from .disk_costs import DiskCosts
 from .disk_entries import read_entries
 from .disk_orders import DiskOrder, orders_message
 from .disk_tier import DiskTier
@@ -53,7 +55,7 @@ class DiskLoad:
 
     Attributes:
         number: Its number.
-        most: The most reads.
+        most: The most blocks to read.
         ours: Its orders.
         awaited: Loads to wait for: others may bring a part.
     """
@@ -90,11 +92,12 @@ class DiskCopies:
         failures: Orders in a row that failed.
         stalled: A request stopped waiting, and no order has ended since: no other request waits meanwhile.
         off: There were too many failures.
+        costs: Measures reads, and decides whether they are worth it.
         ranks: What the ranks of the worker announce and answer; None for one process.
     """
 
-    def __init__(self, tier: DiskTier, host: HostTier, block_size: int, ranks: int = 1) -> None:
-        self.tier, self._host, self._token_bytes = tier, host, 4 * block_size
+    def __init__(self, tier: DiskTier, host: HostTier, block_size: int, costs: DiskCosts, ranks: int = 1) -> None:
+        self.tier, self._host, self._token_bytes, self.costs = tier, host, 4 * block_size, costs
         self.ranks = RankDisks(ranks) if ranks > 1 else None
         self.wanted: dict[int, None] = {}
         self.orders: dict[int, DiskOrder] = {}
@@ -152,6 +155,7 @@ class DiskCopies:
         self.scanning = 1 if self.scanning else 0
         if self.ranks is not None:
             self.ranks.came_back()
+        self.costs.interrupt()  # the reads in flight waited for the coordinator too
         for order in self.orders.values():
             order.sent = False
 
@@ -238,13 +242,14 @@ class DiskCopies:
             owner: The tenant that is charged for the blocks of the host tier; 0 for none.
 
         Returns:
-            The loads to wait for; () if the disk has nothing.
+            The loads to wait for; () if the disk has nothing that is worth reading.
         """
         host, tier = self._host, self.tier
         if not self.takes_reads:
             return ()
         end = min(end, first + max(1, host.total // READ_SHARE), first + ORDERS_MAX - len(self.orders))
         found = tier.entries(root_key(salt), tokens, hashes, first, end)
+        found = found[: self.worth(found, len(found) * self._token_bytes // 4)]
         if not found:
             return ()
         size = len(tier.nodes[found[0]].tokens) // 4
@@ -272,10 +277,24 @@ class DiskCopies:
         """Whether a request may wait for the disk."""
         return not (self.off or self.stalled or len(self.orders) >= ORDERS_MAX)
 
-    def begin_load(self) -> DiskLoad:
-        """Begin a load, which `end_load` must follow."""
+    def worth(self, found: Sequence[int], tokens: int) -> int:
+        """Return how many of the blocks that a request wants are to be read: the first ones, or none.
+
+        Args:
+            found: Their nodes in the disk tier.
+            tokens: The tokens that need not be computed with these blocks.
+        """
+        if not found:
+            return 0
+        coming = sum(self.tier.nodes[disk_id].readers > 0 for disk_id in found)
+        worth = self.costs.worth(len(found), tokens, len(self._loading) - coming)
+        self.tier.declined_total += not worth
+        return worth
+
+    def begin_load(self, most: int = ORDERS_MAX) -> DiskLoad:
+        """Begin a load of at most so many blocks, which `end_load` must follow."""
         self._last_load += 1
-        return DiskLoad(self, self._last_load, max(1, self._host.total // READ_SHARE))
+        return DiskLoad(self, self._last_load, min(most, max(1, self._host.total // READ_SHARE)))
 
     def end_load(self, load: DiskLoad) -> tuple[int, ...]:
         """End the ordering of a load. Return the loads to wait for."""
@@ -302,6 +321,7 @@ class DiskCopies:
         tier.hold(disk_id)
         node.once, tier.nodes[disk_id].once = tier.nodes[disk_id].once, False
         self._loading[node_id] = load.number
+        self.costs.began()
         load.ours.add(self._order(DiskOrder(DISK_READ, node_id, disk_id, load.number)))
         return True
 
@@ -320,6 +340,7 @@ class DiskCopies:
         """A request has stopped waiting: no other one waits until an order has ended."""
         self.stalled = True
         self.tier.late_total += 1
+        self.costs.late()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -369,6 +390,7 @@ class DiskCopies:
         if results.size % 3:
             raise ProtocolError(f"disk_results: {results.size} numbers are no results")
         over: list[int] = []
+        loading, loaded = len(self._loading), self.tier.loaded_total
         for number, outcome, usable in results.reshape(-1, 3).tolist():
             if not 0 < number <= self._last_order or not DISK_DONE <= outcome <= DISK_FULL:
                 raise ProtocolError(f"disk_results: order {number}, outcome {outcome}")
@@ -379,6 +401,8 @@ class DiskCopies:
                 result = self.ranks.answer(rank, DiskOutcome(number, outcome, usable))
             if result is not None:
                 over.extend(self._ended(result))
+        if len(self._loading) < loading:
+            self.costs.progressed(self.tier.loaded_total - loaded, len(self._loading))
         self.off |= self.failures >= FAILURES_MAX
         if self.off:
             self.wanted.clear()

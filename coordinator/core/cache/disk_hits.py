@@ -1,12 +1,13 @@
 """What a request brings from the disk to the host tier, for models with blocks of several kinds.
 
 A hit there needs window blocks in sight of its end and a checkpoint just there (`host_hits`). So the longest hit that
-the pool, the host tier and the disk have together is found first, and what is on the disk alone is ordered.
+the pool, the host tier and the disk have together is found first. It is read if that takes less time than computing
+as many tokens, and a few blocks are read to measure the disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .disk_copies import DiskCopies, DiskLoad
 from .groups import Group
@@ -35,7 +36,7 @@ def load_from_disk(
         first_of: As in `find_in_both`.
 
     Returns:
-        The loads to wait for; () if the disk has nothing.
+        The loads to wait for; () if the disk has nothing that is worth reading.
     """
     group = placement.group
     disk = group.disk
@@ -47,9 +48,12 @@ def load_from_disk(
     longest = search.longest(placement.cached_tokens(size) // size, size, first_of)
     if longest is None:
         return ()
+    worth = disk.worth(search.on_disk(*longest), longest[1] * size - placement.cached_tokens(size))
+    if not worth:
+        return ()
     held = search.on_host(*longest)
     group.host.hold(held)  # what is ordered must not take their blocks
-    loads = search.order(*longest, owner)
+    loads = search.order(*longest, owner, worth)
     group.host.unhold(held)
     return loads
 
@@ -88,28 +92,44 @@ class DiskSearch(PrefixSearch):
 
     def on_host(self, first: int, count: int) -> tuple[int, ...]:
         """Return the entries of the host tier that a hit of `count` blocks needs; `first` is as in `order`."""
-        group, tier = self._group, self._tier
+        tier = self._tier
         found = [self._chain[number] for number in range(len(self._keys), count) if self._on_host(number)]
+        for number, part in self._parts_of(first, count):
+            if number < len(self._chain):
+                found.extend(tier.parts(self._chain[number], part, 1) or ())
+        return tuple(found)
+
+    def on_disk(self, first: int, count: int) -> tuple[int, ...]:
+        """Return the entries of the disk tier that a hit needs and the host tier lacks, as `on_host`."""
+        lacked = (number for number in range(len(self._keys), count) if not self._on_host(number))
+        found = [self._below[number] for number in lacked if self._on_disk(number)]
+        for number, part in self._parts_of(first, count):
+            if not self._part_on_host(number, part):
+                found.extend(self._part_on_disk(number, part) or ())
+        return tuple(found)
+
+    def _parts_of(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts that a hit needs and the pool lacks: the number of the block, and that of the part."""
+        group = self._group
         kinds = [(number, group.pool.windows, 0, group.window_pages) for number in range(first, count)]
         kinds.append((count - 1, group.pool.checkpoints, CHECKPOINT, group.state_blocks))
         for number, held, part, pages in kinds:
-            if number < len(self._chain) and not self._in_pool(number, held):
-                parts = (tier.parts(self._chain[number], each, 1) for each in range(part, part + pages))
-                found.extend(node for each in parts if each is not None for node in each)
-        return tuple(found)
+            if not self._in_pool(number, held):
+                yield from ((number, each) for each in range(part, part + pages))
 
-    def order(self, first: int, count: int, owner: int) -> tuple[int, ...]:
+    def order(self, first: int, count: int, owner: int, most: int) -> tuple[int, ...]:
         """Order what the pool and the host tier lack for a hit of `count` blocks.
 
         Args:
             first: The first block whose window blocks are in sight.
             count: The blocks.
             owner: As in `load_from_disk`.
+            most: The most blocks to order.
 
         Returns:
             The loads to wait for.
         """
-        group, tier, load = self._group, self._tier, self._disk.begin_load()
+        group, tier, load = self._group, self._tier, self._disk.begin_load(most)
         size, parent = group.pool.blocks.block_size, root_key(self._salt)
         for number in range(count):
             own = self._tokens[number * size : (number + 1) * size].tobytes()

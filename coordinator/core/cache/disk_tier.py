@@ -35,6 +35,7 @@ class DiskTier(HostTier):
         pruned_total: Entries that it announced and that cannot be used.
         failed_total: Copies that ended with an error of the device, or for lack of space.
         late_total: Requests that stopped waiting for the disk.
+        declined_total: Requests that computed what the disk has, because that takes less time.
         halves: Quarantined blocks that some ranks may have bytes of an entry in.
     """
 
@@ -44,6 +45,7 @@ class DiskTier(HostTier):
         self.announced = False
         self.halves: set[int] = set()
         self.recovered_total = self.pruned_total = self.failed_total = self.late_total = 0
+        self.declined_total = 0
 
     @property
     def quarantined(self) -> int:
@@ -175,6 +177,7 @@ class DiskTier(HostTier):
             missed_tags_total=self.missed_tags_total,
             missed_checksums_total=self.missed_checksums_total,
             off=off,
+            declined_total=self.declined_total,
         )
 
     def check_invariants(self) -> None:

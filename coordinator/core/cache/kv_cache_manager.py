@@ -8,7 +8,7 @@ from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
 from kvforge.protocol.messages import GENERATED, ModelInfo, WorkerReady
 
 from ..clock import Clock
-from ..limits import Limits
+from ..limits import Limits, microseconds
 from ..waits import Waits
 from .block_pool import BlockPool
 from .block_tables import BlockTables
@@ -17,12 +17,12 @@ from .changes import IndexChanges
 from .checkpoints import Checkpoints
 from .continuing import Continuing
 from .disk_copies import DiskCopies
+from .disk_costs import DiskCosts
 from .disk_tier import DiskTier
 from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher
 from .host_copies import HostCopies
-from .host_tier import HostTier
 from .host_tiers import HostTiers
 from .host_writeback import HostWriteback
 from .indexing import Indexing
@@ -145,7 +145,7 @@ class KVCacheManager:
             group.host.compute_costs = group.costs
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:
-                group.host.disk = self.disk_copies(ready.disk_blocks, tier, ranks)
+                group.host.disk = self.disk_copies(ready.disk_blocks, group.host, ranks)
         if self.store.changed is not None:
             self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
@@ -158,13 +158,15 @@ class KVCacheManager:
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
-    def disk_copies(self, blocks: int, host: HostTier, ranks: int = 1) -> DiskCopies:
+    def disk_copies(self, blocks: int, host: HostCopies, ranks: int = 1) -> DiskCopies:
         """Return the copies of a new disk tier of so many blocks, beside a host tier, for a worker of so many ranks."""
         tier = DiskTier(
             blocks, 4 * blocks + self.limits.bounds.blocks_per_sequence_max, self.tenants.disk_shares, self.wipes
         )
-        host.yields.remember(blocks)
-        return DiskCopies(tier, host, self.blocks.block_size, ranks)
+        host.tier.yields.remember(blocks)
+        wait_us = microseconds(self.limits.schedule.disk_wait_s)
+        costs = DiskCosts(self.clock, host.read_costs, host.compute_costs, wait_us)
+        return DiskCopies(tier, host.tier, self.blocks.block_size, costs, ranks)
 
     def drop_group(self, group: Group) -> Slots:
         """Drop the group of a dead worker, with its KV. Its sequences keep their tokens.

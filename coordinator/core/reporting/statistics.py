@@ -311,6 +311,7 @@ def _disk_row(tier: DiskTier | None) -> tuple[int, ...]:
         tier.unsaved_total,
         tier.failed_total,
         tier.late_total,
+        tier.declined_total,
         tier.missed_tags_total,
         tier.missed_checksums_total,
     )
