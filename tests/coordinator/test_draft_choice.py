@@ -14,6 +14,9 @@ from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.test_drafts import Drafter, drafted, state_of
 
 STEP_US, TOKENS = 1000, 200
+# Tests that measure hundreds of steps check invariants after every seventh event: an odd number, so that both turns and
+# results are checked. Tests of the drafts themselves check each event.
+SOME = 7
 
 
 def costs(row_us: int, way_us: int = 0) -> RowCosts:
@@ -233,6 +236,7 @@ def timed(drafts: int, row_us: int, way_us: int, right: float) -> tuple[TimedDri
 def time_us(drafts: int, rows: int, row_us: int, way_us: int, right: float) -> tuple[int, int]:
     """Return how long requests take, and the steps with drafts."""
     driver, worker = timed(drafts, row_us, way_us, right)
+    driver.check_every = SOME
     prompts = [[10 + row, 2, 3, 4] for row in range(rows)]
     first = driver.now_us
     requests = [driver.submit(prompt, TOKENS) for prompt in prompts]
