@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-SHARE = 0.4  # of the examples, in `make test`
+SHARE = 0.25  # of the examples, in `make test`
 LEFT_OUT = "not soak"  # what `make test` selects by
 _share = [1.0]
 

@@ -19,7 +19,7 @@ from tools.cluster.cluster import Cluster
 from .mixed import Shape, shapes
 from .shared import wait_empty
 
-REQUESTS = examples(1000)
+REQUESTS = max(400, examples(1000))
 TOGETHER = 64
 KILLED_CLIENTS = 4
 MEMORY_SLACK = 8 << 20

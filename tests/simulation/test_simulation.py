@@ -1,6 +1,6 @@
 """Many seeds of the whole control plane, and checks of the simulator itself.
 
-KVFORGE_SIM_START sets the first seed, KVFORGE_SIM_SEEDS the number of seeds; `make test` simulates a fifth of them.
+KVFORGE_SIM_START sets the first seed, KVFORGE_SIM_SEEDS the number of seeds; `make test` simulates an eighth of them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,18 @@ class Headed:
     head: DraftHead
     reference: Reference
 
+    @cached_property
+    def alone(self) -> list[Answer]:
+        """An answer of each sampling, alone and without drafts: a test with graphs expects the same."""
+        return [Drafting(self.plain).answer([each], none, 12)[0] for each in answers_of(list(SAMPLINGS.values()))]
+
 
 @pytest.fixture(scope="module")
 def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..., Headed]:
     """headed(family, kernels=True) -> a random model with a head; each is made once."""
     made: dict[Any, Headed] = {}
     folders: dict[str, Path] = {}
+    references: dict[str, Reference] = {}
 
     def make(family: str, kernels: bool = True) -> Headed:
         if family not in folders:
@@ -67,21 +73,18 @@ def headed(tmp_path_factory: pytest.TempPathFactory, cpu: Device) -> Callable[..
             if EAGLE in family:
                 write = write_eagle if family == EAGLE else partial(write_eagle, family=family.partition(" ")[2])
             write(folders[family])
+            is_eagle = EAGLE in family
+            references[family] = EagleReference(folders[family]) if is_eagle else MtpReference(folders[family], family)
         if (family, kernels) not in made:
             source = folders[family] / ("model" if EAGLE in family else family)
             settings: dict[str, Any] = {"dtype": "float32", "block_size": BLOCK_SIZE}
             settings["device"] = replace(cpu, kernels=kernels)
             plain = with_draft_states(load_model(source, **settings))
-            reference: Reference
             if EAGLE in family:
-                head, reference = (
-                    load_eagle_head(folders[family] / EAGLE, plain, "auto"),
-                    EagleReference(folders[family]),
-                )
+                head = load_eagle_head(folders[family] / EAGLE, plain, "auto")
             else:
                 head = load_mtp_head(source, plain, "auto", 0, lambda: load_model(source, **settings, mtp=True))
-                reference = MtpReference(folders[family], family)
-            made[family, kernels] = Headed(join_head(plain, head), plain, head, reference)
+            made[family, kernels] = Headed(join_head(plain, head), plain, head, references[family])
         return made[family, kernels]
 
     return make
@@ -150,21 +153,22 @@ def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     """Drafts of each step are verified in the next one; most are wrong, and leave nothing behind."""
     found = headed(family)
     samplings = list(SAMPLINGS.values())
-    want = [Drafting(found.plain).answer([each], none, 12)[0] for each in answers_of(samplings)]
+    want = found.alone
     bench, answers = bench_of(found, monkeypatch, graphs), answers_of(samplings)
     for each in answers:
         each.most = 1 + each.slot % DRAFTS_MAX
-    outcome = bench.begin(answers)
+    outcome, texts = bench.begin(answers), list[tuple[int, list[int], list[int]]]()
     while running := [each for each in answers if len(each.chosen) < 12]:
         drafts = proposed(outcome)
         for each in running:
-            mine = drafts[each.slot]
-            assert len(mine) == each.most
-            assert mine == found.reference.drafts([*each.prompt, *each.tokens], each.most), f"slot {each.slot}"
+            assert len(drafts[each.slot]) == each.most
+            texts.append((each.slot, [*each.prompt, *each.tokens], drafts[each.slot]))
         outcome = bench.advance(running, lambda each, drafts=drafts: drafts[each.slot])  # type: ignore[misc]
     for mine, other in zip(answers, want, strict=True):
         assert mine.chosen[:12] == other.chosen
         assert mine.drafted > 0
+    for slot, text, drafted in reversed(texts):  # the longest first: its hidden states are those of the others
+        assert drafted == found.reference.drafts(text, len(drafted)), f"slot {slot}, {len(text)} tokens"
     bench.close()
 
 
