@@ -16,6 +16,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests import fresh
+from tests.amount import examples
 from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.step.company import FIELDS, Alone, Company, Request, compare, draw, wide_model
 
@@ -39,6 +40,7 @@ ON_CPU = [
     ("qwen2", "float32", "auto", "auto"),
     ("mistral", "float32", "auto", "auto"),
 ]
+MOST = 16 + examples(24)  # tokens of an answer
 PROMPT_TOKENS = 112  # of a held prompt, more than a step takes
 UNDESCRIBED = ("gpt2",)
 # By their descriptions and through transformers: joined products, scaled embeddings, Conv1D, experts, a gate of one
@@ -79,7 +81,7 @@ def difference(model: LoadedModel, count: int, seed: int, rows_max: int, longest
     random = Random(seed)
     vocabulary = model.vocab_size
     prefixes = [[random.randrange(vocabulary) for _ in range(random.randint(20, 120))] for _ in range(3)]
-    requests: list[Request] = [draw(random, number, prefixes, longest, vocabulary) for number in range(count)]
+    requests: list[Request] = [draw(random, number, prefixes, longest, vocabulary, MOST) for number in range(count)]
     graph_rows_max = 0 if model.device.computes_on_cores else rows_max
     company = Company(model, random, rows_max, 256, graph_rows_max)
     alone = Alone(model, graph_rows_max=min(4, graph_rows_max))

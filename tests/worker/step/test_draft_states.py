@@ -83,6 +83,19 @@ class Drafting(Bench):
         return [part for layer in layers for part in self.pool.states.load(layer, pages).values()]
 
 
+_known: dict[str, tuple[LoadedModel, list[Answer], list[list[list[torch.Tensor]]]]] = {}
+
+
+def known(
+    name: str, tiny: Callable[..., LoadedModel]
+) -> tuple[LoadedModel, list[Answer], list[list[list[torch.Tensor]]]]:
+    """Return a model of a family and what `undrafted` returns for it, computed once for all tests."""
+    if name not in _known:
+        model = drafting_model(name, tiny)
+        _known[name] = (model, *undrafted(model))
+    return _known[name]
+
+
 def undrafted(model: LoadedModel) -> tuple[list[Answer], list[list[list[torch.Tensor]]]]:
     """Return answers without drafts, and the state behind each of their tokens but the last."""
     bench = Drafting(model)
@@ -105,9 +118,8 @@ def test_answers_and_states_have_the_bits_without_drafts(
     name: str, graphs: bool, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvforge.worker.step.graphs.CAPTURE_USES", 0)
-    model = drafting_model(name, tiny)
+    model, want, states = known(name, tiny)
     assert drafts_possible(model, 10) == 9
-    want, states = undrafted(model)
     for place in (0, 1, 2, DRAFTS_MAX):  # of the first wrong draft
         bench, accepted = Drafting(model, graph_rows_max=16 if graphs else 0), 0
         bench.begin()
@@ -165,8 +177,7 @@ def test_a_gpu_gives_the_bits_without_drafts(
 
 
 def test_a_row_with_drafts_beside_a_prompt_has_the_same_bits(tiny: Callable[..., LoadedModel]) -> None:
-    model = drafting_model("qwen3_next", tiny)
-    want, states = undrafted(model)
+    model, want, states = known("qwen3_next", tiny)
     bench = Drafting(model)
     bench.take(bench.run([(0, 0, PROMPTS[0], 1), (1, 0, PROMPTS[1], 1)]))
     drafted = [token for token, _ in want[0][1:4]]
@@ -178,8 +189,7 @@ def test_a_row_with_drafts_beside_a_prompt_has_the_same_bits(tiny: Callable[...,
 
 
 def test_steps_from_graphs_go_on_behind_drafts(tiny: Callable[..., LoadedModel]) -> None:
-    model = drafting_model("qwen3_next", tiny)
-    want, _ = undrafted(model)
+    model, want, _ = known("qwen3_next", tiny)
     bench = Drafting(model, graph_rows_max=8)
     bench.begin()
     bench.advance([[token for token, _ in want[0][1:4]], [], []])
@@ -206,8 +216,7 @@ def test_a_model_without_states_of_drafts_takes_none(tiny: Callable[..., LoadedM
 def test_states_that_cannot_be_copied_end_the_worker(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = drafting_model("lfm2", tiny)
-    want, _ = undrafted(model)
+    model, want, _ = known("lfm2", tiny)
     bench = Drafting(model)
     bench.begin()
     bench.advance([[want[0][1][0]], [], []])
