@@ -1,8 +1,9 @@
 """A coordinator for client tests: real sockets and messages, scripted behaviour, no model.
 
-As a program (`fake_coordinator.py ENDPOINT`) it prints its endpoint and `listening`, then the tag of every message.
-A request's tenant selects its behaviour; see `Fake.submit`. The token at offset i is the sum of the prompt plus i.
-`Running` starts and stops the program for a test and waits, with a deadline, for its output.
+As a program (`python -m tests.kvforge.fake_coordinator ENDPOINT`) it prints its endpoint and `listening`, then the tag
+of every message. A request's tenant selects its behaviour; see `Fake.submit`. The token at offset i is the sum of the
+prompt plus i. `Running` starts and stops the program for a test, by a fork server, and waits, with a deadline, for its
+output.
 
 To simulate a coordinator that was killed and recovered, it closes its socket with every connection and opens it again:
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,7 +34,9 @@ from kvforge.protocol import errors
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
 from tests.router import router
+from tools.cluster.fork_server import SERVICES, fork_server
 
+MODULE = "tests.kvforge.fake_coordinator"
 DEADLINE_S = 60.0
 ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")
 
@@ -524,21 +526,19 @@ class Running:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, self.endpoint], stdout=subprocess.PIPE, env=self._env, bufsize=0
-        )
+        own_errors = Path(f"/proc/{os.getpid()}/fd/2")
+        self.process, self._output = fork_server(SERVICES).start_piped([self.endpoint], own_errors, self._env, MODULE)
         self.endpoint = self.expect("listening").strip()
 
     def expect(self, word: str) -> str:
         """Wait until the program prints this line; consume the output up to it, and return what came before it."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + DEADLINE_S
         line = word.encode() + b"\n"
         while (b"\n" + self._text).find(b"\n" + line) < 0:
             left_s = deadline - time.monotonic()
-            ready = select.select([self.process.stdout], [], [], max(0.0, left_s))[0]
+            ready = select.select([self._output], [], [], max(0.0, left_s))[0]
             assert ready, f"{word!r} was not seen within {DEADLINE_S} s; seen: {self._text!r}"
-            chunk = self.process.stdout.read(4096)
+            chunk = os.read(self._output.fileno(), 4096)
             assert chunk, f"the fake coordinator ended before {word!r}; seen: {self._text!r}"
             self._text += chunk
         at = (b"\n" + self._text).find(b"\n" + line)
@@ -552,16 +552,14 @@ class Running:
 
     def seen(self) -> str:
         """Return the output that no `expect` has consumed so far."""
-        assert self.process.stdout is not None
-        while select.select([self.process.stdout], [], [], 0)[0]:
-            self._text += self.process.stdout.read(4096)
+        while select.select([self._output], [], [], 0)[0]:
+            self._text += os.read(self._output.fileno(), 4096)
         return self._text.decode()
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(DEADLINE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._output.close()
 
     def __enter__(self) -> Self:
         return self

@@ -48,7 +48,7 @@ def test_a_command_without_an_answer_is_sent_again(fake: Running) -> None:
     with Client(fake.endpoint, timeout_s=20) as kv:
         kv.health()
         fake.signal(AWAY, "away")
-        back = threading.Timer(0.3, fake.process.send_signal, (AWAY,))
+        back = threading.Timer(0.3, os.kill, (fake.process.pid, AWAY))
         back.start()
         assert kv.submit([3], max_tokens=2).result().tokens == (3, 4)
         back.join()
@@ -59,7 +59,7 @@ def test_a_coordinator_that_has_forgotten_us_gets_what_may_be_done_twice(fake: R
     with Client(fake.endpoint, timeout_s=20) as kv:
         kv.health()
         fake.expect("GetHealth")
-        killer = threading.Timer(0.3, fake.process.send_signal, (FORGETFUL,))
+        killer = threading.Timer(0.3, os.kill, (fake.process.pid, FORGETFUL))
         killer.start()
         with pytest.raises(CoordinatorUnavailable, match=r"before Submit was answered.*outcome is unknown.*with a key"):
             kv.submit([3], tenant="silent")
