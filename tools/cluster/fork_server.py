@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -35,6 +36,17 @@ FORK_S = 300.0  # the first fork includes the import of torch, on a machine that
 ROOM = " " * 2048
 WORKER, SERVICES = "worker", "services"
 GATEWAY = "kvforge.gateway"
+# Modules of the CPU kernels that most tiny models of tests run.
+KERNELS = (
+    "attention_kernel",
+    "convolution_kernel",
+    "delta_kernel",
+    "kv_write",
+    "layer_kernels",
+    "sampling_kernels",
+    "state_space_kernel",
+    "tile_kernel",
+)
 
 
 class Child:
@@ -262,11 +274,10 @@ def _import_what_any_model_needs() -> None:
     cpu_target.target_context.refresh()
     import kvforge.worker.attention.cpu_attention
     import kvforge.worker.cpu.sampling
-    import kvforge.worker.kernels.cpu_decoder  # noqa: F401
-    from kvforge.worker.cpu import attention_kernel, kv_write, layer_kernels, sampling_kernels, tile_kernel
+    import kvforge.worker.kernels.cpu_operations  # noqa: F401
 
-    for module in (attention_kernel, kv_write, layer_kernels, sampling_kernels, tile_kernel):
-        for kernel in vars(module).values():
+    for name in KERNELS:
+        for kernel in vars(importlib.import_module(f"kvforge.worker.cpu.{name}")).values():
             if isinstance(kernel, CpuKernel):
                 kernel.load()
 
