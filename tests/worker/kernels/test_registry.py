@@ -44,6 +44,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.mixers import FIRST_VERSION
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.engine import Engine
+from tests.pairs import every_pair
 from tests.worker.conftest import TINY
 from tests.worker.device.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
 from tests.worker.loading.random_models import HYBRIDS, LINEAR_HEADS, MAMBA_2
@@ -269,8 +270,11 @@ def model_of(kernel: Kernel) -> str:
 
 @runs_kernels
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
-@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in KERNELS])
-@pytest.mark.parametrize("fault", [Spoilt, Refused])
+@pytest.mark.parametrize(
+    ("fault", "kernel"),
+    every_pair([Spoilt, Refused], KERNELS),
+    ids=lambda each: f"{each.module}.{each.name}" if isinstance(each, Kernel) else None,
+)
 def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
     fault: type[Any], kernel: Kernel, serving: Callable[[str], Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,11 @@ PLANTED: dict[str, Change] = {
 IN_16_BITS = ("keys for queries", "no weight of the norm", "SiLU of the gate")
 
 
+def first_of(names: Iterable[str], count: int) -> list[Any]:
+    """Return names as parameters; those behind the first ones are soak tests."""
+    return [pytest.param(name, marks=pytest.mark.soak if at >= count else ()) for at, name in enumerate(names)]
+
+
 @pytest.fixture(autouse=True)
 def _rows_in_company_are_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
@@ -85,7 +90,7 @@ def test_it_is_served_as_described(dtype: str, kernels: bool, folder: Path, cpu:
     assert model.info.kv_layout == "latents" and model.geometry.states
 
 
-@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("what", first_of(PLANTED, 4))
 def test_a_wrong_part_of_a_step_is_refused_at_load(
     what: str, folder: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +101,7 @@ def test_a_wrong_part_of_a_step_is_refused_at_load(
         load_model(folder, device=replace(cpu, kernels=False), block_size=16)
 
 
-@pytest.mark.parametrize("what", IN_16_BITS)
+@pytest.mark.parametrize("what", first_of(IN_16_BITS, 1))
 def test_a_wrong_part_of_a_step_is_refused_in_16_bits(
     what: str, narrow: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

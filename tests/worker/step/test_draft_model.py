@@ -22,6 +22,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_graphs import DraftGraphs
 from kvforge.worker.step.draft_passes import DraftPasses
 from kvforge.worker.step.runner import StepOutcome
+from tests.pairs import every_pair
 from tests.worker.characters import write_characters
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
 from tests.worker.step.test_drafts import (
@@ -415,8 +416,7 @@ def test_models_that_do_not_fit_are_refused(model: Any, draft: Any, words: str, 
     assert caught.value.field == "draft_model"
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("size", [90, 101])
+@pytest.mark.parametrize(("size", "graphs"), every_pair([90, 101], [False, True]))
 def test_vocabularies_may_be_padded_differently(
     size: int, graphs: bool, load: Load, tiny: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:

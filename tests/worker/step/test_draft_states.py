@@ -14,6 +14,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_checks import drafts_possible
 from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
+from tests.pairs import every_pair
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE
 from tests.worker.step.test_graphs import gpu
 from tests.worker.step.test_states import Bench, i4, prompt
@@ -112,8 +113,7 @@ def wrong(token: int) -> int:
     return (token + 1) % 90
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "graphs"), every_pair(FAMILIES, [False, True]))
 def test_answers_and_states_have_the_bits_without_drafts(
     name: str, graphs: bool, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

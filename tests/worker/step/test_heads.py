@@ -22,6 +22,7 @@ from kvforge.worker.loading.heads import DraftHead
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.mtp_heads import load_mtp_head
+from tests.pairs import every_pair
 from tests.worker.eagle_checkpoints import EAGLE, MIXED, EagleReference, write_eagle
 from tests.worker.head_checkpoints import MODULES, MtpReference, Reference, write_mtp, write_right_mtp
 from tests.worker.step.test_draft_model import drafted_answers, nan_pool, proposed, without_lookup
@@ -113,8 +114,7 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
     return head.run(*places, head.hidden_before(batch, pool), batch, pool)[0][0]
 
 
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kernels"), every_pair(FAMILIES, [True, False]))
 def test_logits_are_those_of_the_definition(
     family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +145,7 @@ def test_logits_are_those_of_the_definition(
     bench.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "graphs"), every_pair(FAMILIES, [False, True]))
 def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     family: str, graphs: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
