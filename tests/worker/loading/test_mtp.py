@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -32,9 +33,26 @@ pytestmark = pytest.mark.usefixtures("quick_loads")
 BLOCK_SIZE = 4
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """written(family) -> the folder of its checkpoint, written once."""
+
+    @cache
+    def write(family: str) -> Path:
+        return write_mtp(tmp_path_factory.mktemp(family), family)
+
+    return write
+
+
 @pytest.fixture
-def glm(tmp_path: Path) -> Path:
-    return write_mtp(tmp_path, "glm4_moe")
+def copied(written: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """copied(family) -> the folder of a copy of its checkpoint."""
+    return lambda family: copytree(written(family), tmp_path / family)
+
+
+@pytest.fixture
+def glm(copied: Callable[[str], Path]) -> Path:
+    return copied("glm4_moe")
 
 
 def opened(source: Path, device: Device, load_format: str = "auto") -> tuple[LoadedModel, DraftHead]:
@@ -42,6 +60,28 @@ def opened(source: Path, device: Device, load_format: str = "auto") -> tuple[Loa
     load = partial(load_model, source, load_format=load_format, **settings)
     model = load()
     return model, load_mtp_head(source, model, load_format, 0, partial(load, mtp=True))
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, LoadedModel]:
+    """Models of unchanged checkpoints, by their families."""
+    return {}
+
+
+@pytest.fixture
+def reopened(
+    models: dict[str, LoadedModel], written: Callable[[str], Path], cpu: Device
+) -> Callable[[Path], DraftHead]:
+    """reopened(source) -> the head of a changed copy, for the model of the unchanged one: it has the same weights."""
+
+    def load_head(source: Path) -> DraftHead:
+        family, settings = source.name, {"dtype": "float32", "block_size": BLOCK_SIZE, "device": cpu}
+        if family not in models:
+            models[family] = load_model(written(family), **settings)  # type: ignore[arg-type]
+        load = partial(load_model, source, mtp=True, **settings)  # type: ignore[arg-type]
+        return load_mtp_head(source, models[family], "auto", 0, load)
+
+    return load_head
 
 
 def changed(place: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
@@ -70,15 +110,15 @@ def test_the_embedding_and_the_vocabulary_head_are_those_of_the_model(glm: Path,
     assert head.decoder.head is model.fused.head
 
 
-def test_another_module_has_another_fingerprint(glm: Path, cpu: Device) -> None:
-    first = opened(glm, cpu)[1].info.fingerprint
-    assert opened(glm, cpu)[1].info.fingerprint == first
+def test_another_module_has_another_fingerprint(glm: Path, reopened: Callable[[Path], DraftHead]) -> None:
+    first = reopened(glm).info.fingerprint
+    assert reopened(glm).info.fingerprint == first
 
     def scale(tensors: dict[str, torch.Tensor], name: str) -> None:
         tensors[name] = tensors[name] * 1.5
 
     for name in ("eh_proj", "self_attn.k_proj"):
-        other = opened(changed(glm, partial(scale, name=f"model.layers.3.{name}.weight")), cpu)[1].info.fingerprint
+        other = reopened(changed(glm, partial(scale, name=f"model.layers.3.{name}.weight"))).info.fingerprint
         assert other != first
         first = other
 
@@ -93,8 +133,10 @@ def test_random_weights_have_a_module_of_the_models_own_layer(
     assert len(head.decoder.layers) == 1
 
 
-def test_random_weights_of_a_model_of_images_and_text_have_a_module(tmp_path: Path, cpu: Device) -> None:
-    model, head = opened(write_mtp(tmp_path, "qwen3_5_moe"), cpu, "dummy")
+def test_random_weights_of_a_model_of_images_and_text_have_a_module(
+    written: Callable[[str], Path], cpu: Device
+) -> None:
+    model, head = opened(written("qwen3_5_moe"), cpu, "dummy")
     assert model.geometry.states
     assert not head.geometry.states
     assert head.decoder.layers[0].mixer is None
@@ -111,21 +153,21 @@ def test_random_weights_of_a_model_of_images_and_text_have_a_module(tmp_path: Pa
         ("self_attn.o_proj", r"missing: model\.layers\.3\.self_attn\.o_proj\.weight"),
     ],
 )
-def test_a_missing_tensor_is_named(name: str, words: str, glm: Path, cpu: Device) -> None:
+def test_a_missing_tensor_is_named(name: str, words: str, glm: Path, reopened: Callable[[Path], DraftHead]) -> None:
     place = changed(glm, lambda tensors: tensors.pop(f"model.layers.3.{name}.weight"))
     with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
-        opened(place, cpu)
+        reopened(place)
 
 
 @pytest.mark.parametrize("name", ["enorm", "hnorm", "eh_proj", "self_attn.k_proj"])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_damaged_number_is_refused(name: str, value: float, glm: Path, cpu: Device) -> None:
+def test_a_damaged_number_is_refused(name: str, value: float, glm: Path, reopened: Callable[[Path], DraftHead]) -> None:
     whole = f"model.layers.3.{name}.weight"
     place = changed(glm, lambda tensors: tensors[whole].view(-1)[3:4].fill_(value))
     with pytest.raises(
         (InvalidConfiguration, UnsupportedModel), match=rf"NaN or infinity.*{whole}|{whole}.*NaN or inf"
     ):
-        opened(place, cpu)
+        reopened(place)
 
 
 @pytest.mark.parametrize(
@@ -137,27 +179,26 @@ def test_a_damaged_number_is_refused(name: str, value: float, glm: Path, cpu: De
     ],
 )
 def test_a_tensor_of_another_shape_is_named(
-    name: str, shape: tuple[int, ...], words: str, glm: Path, cpu: Device
+    name: str, shape: tuple[int, ...], words: str, glm: Path, reopened: Callable[[Path], DraftHead]
 ) -> None:
     place = changed(glm, lambda tensors: tensors.update({f"model.layers.3.{name}.weight": torch.zeros(shape)}))
     with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
-        opened(place, cpu)
+        reopened(place)
 
 
-def test_a_projection_in_codes_is_refused(glm: Path, cpu: Device) -> None:
+def test_a_projection_in_codes_is_refused(glm: Path, reopened: Callable[[Path], DraftHead]) -> None:
     codes = torch.zeros((64, 128), dtype=torch.float8_e4m3fn)
     place = changed(glm, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": codes}))
     with pytest.raises(InvalidConfiguration, match=r"eh_proj\.weight of glm4_moe is F8_E4M3 \[64, 128\]") as caught:
-        opened(place, cpu)
+        reopened(place)
     assert caught.value.field == "draft_model"
 
 
-def test_a_checkpoint_without_a_module_is_refused(tmp_path: Path, cpu: Device) -> None:
-    place = write_mtp(tmp_path, "glm4_moe")
-    own = {name: each for name, each in load_file(place / WEIGHTS).items() if not name.startswith("model.layers.3.")}
-    save_file(own, place / WEIGHTS, {"format": "pt"})
+def test_a_checkpoint_without_a_module_is_refused(glm: Path, cpu: Device) -> None:
+    own = {name: each for name, each in load_file(glm / WEIGHTS).items() if not name.startswith("model.layers.3.")}
+    save_file(own, glm / WEIGHTS, {"format": "pt"})
     with pytest.raises(InvalidConfiguration, match=r"but glm4_moe has no tensors model\.layers\.3\.\*") as caught:
-        opened(place, cpu)
+        opened(glm, cpu)
     assert caught.value.field == "draft_model"
 
 
@@ -178,11 +219,11 @@ def test_families_without_known_modules_are_refused(tmp_path: Path, cpu: Device)
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_module_of_qwen_3_5_is_that_of_the_whole_checkpoint_and_of_its_text_alone(
-    family: str, tmp_path: Path, cpu: Device
+    family: str, written: Callable[[str], Path], cpu: Device
 ) -> None:
     """The published files have images too; the same weights as a model of text give the same module."""
-    whole = opened(write_mtp(tmp_path, family), cpu)[1]
-    text = opened(tmp_path / f"{family} plain", cpu)[1]
+    whole = opened(written(family), cpu)[1]
+    text = opened(written(family).with_name(f"{family} plain"), cpu)[1]
     assert whole.info.name == f"the MTP module of {family}"
     assert whole.decoder.layers[0].mixer is None
     assert isinstance(whole.front, MtpFront)
@@ -191,10 +232,12 @@ def test_a_module_of_qwen_3_5_is_that_of_the_whole_checkpoint_and_of_its_text_al
     assert bool(whole.front.token_norm.offset) == bool(text.front.token_norm.offset)
 
 
-def test_experts_of_a_module_may_be_stored_together(tmp_path: Path, cpu: Device) -> None:
+def test_experts_of_a_module_may_be_stored_together(
+    copied: Callable[[str], Path], reopened: Callable[[Path], DraftHead]
+) -> None:
     """Published files have both forms; those that transformers writes have each expert alone."""
-    place = write_mtp(tmp_path, "qwen3_5_moe")
-    alone = opened(place, cpu)[1]
+    place = copied("qwen3_5_moe")
+    alone = reopened(place)
 
     def joined(tensors: dict[str, torch.Tensor]) -> None:
         experts = "mtp.layers.0.mlp.experts."
@@ -204,7 +247,7 @@ def test_experts_of_a_module_may_be_stored_together(tmp_path: Path, cpu: Device)
         )
         tensors |= {f"{experts}gate_up_proj": torch.cat((gate, up), 1), f"{experts}down_proj": down}
 
-    assert opened(changed(place, joined), cpu)[1].info.fingerprint == alone.info.fingerprint
+    assert reopened(changed(place, joined)).info.fingerprint == alone.info.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -223,42 +266,44 @@ def test_experts_of_a_module_may_be_stored_together(tmp_path: Path, cpu: Device)
     ],
 )
 def test_a_missing_tensor_of_each_family_has_its_own_name(
-    family: str, name: str, words: str, tmp_path: Path, cpu: Device
+    family: str, name: str, words: str, copied: Callable[[str], Path], reopened: Callable[[Path], DraftHead]
 ) -> None:
-    place = changed(write_mtp(tmp_path, family), lambda tensors: tensors.pop(f"{name}.weight"))
+    place = changed(copied(family), lambda tensors: tensors.pop(f"{name}.weight"))
     with pytest.raises((InvalidConfiguration, UnsupportedModel), match=words):
-        opened(place, cpu)
+        reopened(place)
 
 
-def test_a_checkpoint_of_qwen_3_5_without_a_module_is_refused(tmp_path: Path, cpu: Device) -> None:
+def test_a_checkpoint_of_qwen_3_5_without_a_module_is_refused(copied: Callable[[str], Path], cpu: Device) -> None:
     def without(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("mtp.")]:
             del tensors[name]
 
     with pytest.raises(InvalidConfiguration, match=r"but qwen3_5 has no tensors mtp\.layers\.0\.\*"):
-        opened(changed(write_mtp(tmp_path, "qwen3_5"), without), cpu)
+        opened(changed(copied("qwen3_5"), without), cpu)
 
 
-def test_a_module_with_parts_that_are_not_read_is_refused(tmp_path: Path, cpu: Device) -> None:
-    place = write_mtp(tmp_path, "qwen3_5")
+def test_a_module_with_parts_that_are_not_read_is_refused(
+    copied: Callable[[str], Path], reopened: Callable[[Path], DraftHead]
+) -> None:
+    place = copied("qwen3_5")
     file = place / "config.json"
     config = json.loads(file.read_text())
     text = config["text_config"] | {"mtp_use_dedicated_embeddings": True}
     file.write_text(json.dumps(config | {"text_config": text}))
     with pytest.raises(InvalidConfiguration, match=r"embeddings of its own for it \(mtp_use_dedicated_embeddings\)"):
-        opened(place, cpu)
+        reopened(place)
     file.write_text(json.dumps(config))
     changed(place, lambda tensors: tensors.update({"mtp.fc.bias": torch.zeros(64)}))
     with pytest.raises(InvalidConfiguration, match=r"the tensor mtp\.fc\.bias of qwen3_5 is not one of a known module"):
-        opened(place, cpu)
+        reopened(place)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_moe"])
 def test_a_module_in_blocks_of_fp8_is_read_where_nothing_multiplies_these(
-    family: str, tmp_path: Path, cpu: Device
+    family: str, copied: Callable[[str], Path], cpu: Device
 ) -> None:
     """The model itself is dequantised by transformers, which does not know the module."""
-    place = write_mtp(tmp_path, family)
+    place = copied(family)
     want = dict[str, torch.Tensor]()
 
     def quantised(tensors: dict[str, torch.Tensor]) -> None:

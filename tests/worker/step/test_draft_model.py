@@ -45,19 +45,31 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "n
 Load = Callable[..., LoadedModel]
 
 
+@pytest.fixture(scope="module")
+def joined_models() -> dict[Any, LoadedModel]:
+    """Models that `load` returned: no test changes one."""
+    return {}
+
+
 @pytest.fixture
-def load(tiny: Load, write_config: Callable[..., Any]) -> Load:
+def load(tiny: Load, write_config: Callable[..., Any], joined_models: dict[Any, LoadedModel]) -> Load:
     """load(kind, **options) -> a model with a draft model: itself ("same"), or a small one with other weights."""
     write_characters(write_config("llama"))
 
-    def joined(kind: str, kernels: bool = True, **options: Any) -> LoadedModel:
+    def load_once(kind: str, kernels: bool = True, **options: Any) -> LoadedModel:
+        key = kind, kernels, *sorted(options.items())
+        if key not in joined_models:
+            joined_models[key] = joined(kind, kernels, **options)
+        return joined_models[key]
+
+    def joined(kind: str, kernels: bool, **options: Any) -> LoadedModel:
         settings = {"block_size": BLOCK_SIZE, "kernels": kernels}
         model = tiny("llama", **settings, **options)
         fields = SMALL if kind == "small" else {}
         draft = tiny("llama", **settings, **(fields | {"seed": 0 if kind == "same" else 5}))
         return join_draft_model(model, draft)
 
-    return joined
+    return load_once
 
 
 def nan_pool(bench: Drafting) -> Drafting:
