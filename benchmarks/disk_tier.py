@@ -114,7 +114,8 @@ async def measure(endpoint: str, folder: Path, tokens: int, count: int, vocabula
                 print(f"{side}: {1e3 * turn.first_s:.0f} ms, {turn.cached_tokens} cached", file=sys.stderr, flush=True)
         disk = await settled(client)
         streams.close()
-    counters = {name: getattr(disk, name) for name in ("saved_total", "loaded_total", "unsaved_total", "late_total")}
+    names = ("saved_total", "loaded_total", "unsaved_total", "late_total", "declined_total")
+    counters = {name: getattr(disk, name) for name in names}
     return {"first_token_ms": found, "disk": counters}
 
 
