@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.amount import examples
+from tests.pairs import every_pair
 from tests.simulation.test_hosts import HOSTED
 from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
@@ -51,8 +52,7 @@ def test_every_promise_is_kept() -> None:
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
-@pytest.mark.parametrize("settings", [WITH_DISKS, RANKED, MORTAL])
-@pytest.mark.parametrize("seed", sorted({0, *LIKELY.values()}))
+@pytest.mark.parametrize(("seed", "settings"), every_pair(sorted({0, *LIKELY.values()}), [WITH_DISKS, RANKED, MORTAL]))
 def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) -> None:
     outcome = run_crowded(seed, settings)
     assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"

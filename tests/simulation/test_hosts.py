@@ -7,6 +7,7 @@ import pytest
 
 from kvforge.coordinator.core.limits import Quota
 from tests.amount import examples
+from tests.pairs import every_pair
 from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.faults import plant
@@ -63,8 +64,7 @@ def test_every_promise_is_kept() -> None:
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
-@pytest.mark.parametrize("settings", [HOSTED, LEARNING])
-@pytest.mark.parametrize("seed", sorted({0, *LIKELY.values()}))
+@pytest.mark.parametrize(("seed", "settings"), every_pair(sorted({0, *LIKELY.values()}), [HOSTED, LEARNING]))
 def test_a_crowded_world_without_faults_passes(seed: int, settings: Settings) -> None:
     outcome = run_hosted(seed, settings)
     assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
