@@ -13,6 +13,7 @@ from kvforge.coordinator.core.cache.host_yield import DEFAULT, LEAST, MOST, WHOL
 from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
 from tests.coordinator.driver import VOCABULARY, continuation
+from tests.coordinator.test_draft_choice import SOME
 from tests.coordinator.test_host_tier import SIZE, HostDriver, HostFile, HostWorker
 from tools.simulation.digest import state_digest
 
@@ -37,9 +38,11 @@ def hosted(blocks: int = 12, host: int = 400, window: int = WINDOW, **limits: in
 
 
 def random_traffic(driver: HostDriver, first: int, count: int) -> None:
-    """Serve prompts that were never served before."""
+    """Serve prompts that were never served before. Invariants are checked at every seventh event of these."""
+    driver.check_every = SOME
     for number in range(first, first + count):
         assert driver.serve(prompt_of(number)) == 0
+    driver.check_every = 1
 
 
 def copied(worker: HostWorker) -> int:

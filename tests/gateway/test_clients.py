@@ -265,7 +265,7 @@ print(json.dumps(found["results"]["capital"]["exact_match,none"]))
 
 def test_the_conformance_prompts_through_http(served: Served) -> None:
     """All at once, whole and streamed: the tokens of transformers up to the first near tie."""
-    steps = 24  # tests/integration/test_conformance.py has all of them without HTTP
+    steps = 8  # tests/integration/test_conformance.py has all of them without HTTP
     asked: dict[str, Any] = {
         "model": NAME,
         "prompt": [case["prompt_tokens"] for case in CASES],
