@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvforge.protocol.service_metrics import ServiceMetricsWriter
-from kvforge.protocol.tables import TablesWriter
+from kvforge.protocol.tables import TablesWriter, ring_items
 
 from .core.cache.sequences import Sequences
 from .core.machine import Machine
@@ -97,7 +97,7 @@ def all_changed(machine: Machine) -> None:
 
 def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     """Write rows with any change besides a new length, between two markers for readers."""
-    parts = s.changed_rows + [rows for rows, _ in s.changed_cells] + [rows for rows, _ in s.changed_rings]
+    parts = s.changed_rows + [rows for rows, _ in s.changed_cells] + [rings.slots for rings in s.changed_rings]
     parts = list({id(rows): rows for rows in parts}.values())  # rows that grow do so in their table and their ring
     slots = np.concatenate(parts) if len(parts) > 1 else parts[0]
     tables.begin_rows(slots)
@@ -107,9 +107,9 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
-    for rows, cells in s.changed_rings:
-        at = rows[:, None], cells
-        tables.state_table[at] = s.states[at]
+    for at, places, first, pages in s.changed_rings:
+        stored = ring_items(s.states, first, pages)[at, places]
+        ring_items(tables.state_table, first, pages)[at, places] = stored
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)

@@ -17,6 +17,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -374,9 +375,7 @@ class TablesReader:
             DeadlineExceeded: A row stays inconsistent because its writer died during a write.
         """
         at, places = np.asarray(slots, np.intp), np.ascontiguousarray(groups, np.intp)
-        end = first + (self._state_table.shape[1] - first) // width * width
-        table = self._state_table[:, first:end].view(f"V{width * self._state_table.itemsize}")
-        found = self._states(at, table, (at[:, None], places))
+        found = self._states(at, ring_items(self._state_table, first, width), (at[:, None], places))
         return found.view(np.int32).reshape(*places.shape, width)
 
     def _states(self, at: npt.NDArray[np.intp], table: npt.NDArray[Any], cells: tuple[Any, ...]) -> npt.NDArray[Any]:
@@ -420,6 +419,30 @@ class TablesReader:
             DeadlineExceeded: The coordinator died during a write.
         """
         return self._metrics.all()
+
+
+def ring_items(table: Int32Array, first: int, width: int) -> npt.NDArray[np.void]:
+    """Return a view of a table of states in which each group of columns is one item.
+
+    numpy copies one item in a third of the time of five columns.
+
+    Args:
+        table: [slots, columns] int32.
+        first: The first column of group 0.
+        width: Columns of a group.
+
+    Returns:
+        [slots, groups].
+    """
+    end = first + (table.shape[1] - first) // width * width
+    items: npt.NDArray[np.void] = table[:, first:end].view(_item(width))
+    return items
+
+
+@cache
+def _item(width: int) -> np.dtype[np.void]:
+    """Return the type of so many int32 as one item."""
+    return np.dtype(f"V{4 * width}")
 
 
 def _unending(slot: int) -> DeadlineExceeded:

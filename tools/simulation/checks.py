@@ -16,7 +16,7 @@ from kvforge.coordinator.core.cache.blocks import CACHED, CHECKPOINT, FREE, KV, 
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
-from kvforge.protocol.tables import TablesWriter
+from kvforge.protocol.tables import TablesWriter, ring_items
 from tools.simulation.isolation import Writers
 from tools.simulation.settings import tenant_of
 
@@ -222,10 +222,12 @@ class Checker:
         if self._stateful:
             for slot in np.flatnonzero(s.window_end).tolist():
                 group = self._machine.cache.groups[int(s.pool[slot])]
-                numbers = np.arange(s.window_first[slot], s.window_end[slot])
-                columns = self._machine.cache.windows.columns(group, numbers)
-                same = (tables.state_table[slot, columns] == s.states[slot, columns]).all()
-                assert same, f"row {slot} is published with wrong window blocks"
+                places = np.arange(s.window_first[slot], s.window_end[slot]) % group.window_blocks
+                stored, known = (
+                    ring_items(table, group.state_blocks, group.window_pages)[slot, places].tobytes()
+                    for table in (tables.state_table, s.states)
+                )
+                assert stored == known, f"row {slot} is published with wrong window blocks"
             held = s.state_used.tolist()
             assert tables.row_states.tolist() == held, "a count of state blocks is not published"
             for slot, width in enumerate(held):

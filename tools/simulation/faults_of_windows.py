@@ -14,6 +14,7 @@ from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.cache.windows import Windows
+from kvforge.protocol.tables import ring_items
 from tools.simulation.faults import Patch
 
 FAULTS_OF_WINDOWS: dict[str, Callable[[], list[Patch]]] = {}
@@ -121,8 +122,9 @@ def ring_one_place_off() -> list[Patch]:
         real(self, group, slot, first, shared, fresh)
         count = (shared.size + fresh.size) // group.window_pages
         if count > 1:
-            columns = self.columns(group, np.arange(first, first + count))
-            self._sequences.states[slot, columns] = self._sequences.states[slot, np.roll(columns, 1, axis=0)]
+            ring = ring_items(self._sequences.states, group.state_blocks, group.window_pages)
+            places = np.arange(first, first + count) % group.window_blocks
+            ring[slot, places] = ring[slot, np.roll(places, 1)]
 
     return [(Windows, "begin", begin)]
 

@@ -17,6 +17,7 @@ from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
 from .disk_copies import DiskCopies
 from .host_copies import HostCopies
+from .leaving_rows import LeavingRows
 from .model_drafts import ModelDrafts
 from .pauses import Pauses
 from .row_costs import RowCosts
@@ -119,12 +120,12 @@ class SampledRows:
         tops: A request wants top log-probabilities.
         reader: The client that reads all rows, 0 for none; -1 if they differ.
         readers_changed: `RunningRows.readers_changed` when `reader` was read.
-        in_sight: Tokens until the next window block of each row is out of sight; None until it has been found out.
+        leaving: When rows leave window blocks behind; None until it has been found out.
     """
 
     __slots__ = (
         "cells",
-        "in_sight",
+        "leaving",
         "left",
         "length",
         "offsets",
@@ -148,7 +149,7 @@ class SampledRows:
         self.rows, self.requests, self.length, self.offsets = rows, requests, length, offsets
         self.cells, self.left, self.tops = cells, left, tops
         self.reader = self.readers_changed = -1
-        self.in_sight: Slots | None = None
+        self.leaving: LeavingRows | None = None
 
 
 class Group:

@@ -61,6 +61,22 @@ class NextCells(NamedTuple):
     where: Slots
 
 
+class ChangedRings(NamedTuple):
+    """Other window blocks in the rows of `Sequences.states`.
+
+    Attributes:
+        slots: The slots of the rows, [n].
+        places: A place in the ring of each, [n].
+        first: The first column of a ring.
+        pages: Columns of a place.
+    """
+
+    slots: Slots
+    places: Slots
+    first: int
+    pages: int
+
+
 def unmarked(tokens: Tokens) -> Tokens:
     """Return a copy of the tokens without their GENERATED marks."""
     return tokens & _TOKEN
@@ -122,7 +138,7 @@ class Sequences:
         self.window_end = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
-        self.states = np.zeros((n, limits.bounds.state_blocks_max), np.int32)
+        self.states = _rows(n, limits.bounds.state_blocks_max, np.int32)
         self.tokens = _rows(n, context, np.int32)
         self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}
@@ -133,7 +149,7 @@ class Sequences:
         self.changed_lengths: list[Slots] = []  # rows with no other change than their length
         self.changed_cells: list[tuple[Slots, Slots | slice]] = []
         self.changed_states: list[int] = []  # slots with other state blocks; `changed_rows` has them too
-        self.changed_rings: list[tuple[Slots, Slots]] = []  # other window blocks in `states`: [n] slots, [n, m] columns
+        self.changed_rings: list[ChangedRings] = []
 
     def __len__(self) -> int:
         return len(self.slot_of)

@@ -18,9 +18,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.tables import ring_items
+
 from .blocks import NO_BLOCKS, WINDOW, BlockIds, Blocks
 from .groups import Group
-from .sequences import NO_SLOTS, ONE, ZERO, Sequences, Slots
+from .leaving_rows import LeavingRows
+from .sequences import NO_SLOTS, ONE, ZERO, ChangedRings, Sequences, Slots
 
 NO_CELLS = (NO_SLOTS, NO_SLOTS)
 
@@ -94,18 +97,18 @@ class Windows:
 
     # --------------------------------------------------------------------------------------------------------- content
 
-    def columns(self, group: Group, numbers: Slots) -> Slots:
-        """Return the columns of blocks of a sequence in the table of states: [n] numbers, [n, window_pages] columns."""
-        places = numbers % group.window_blocks * group.window_pages + group.state_blocks
-        columns: Slots = places[:, None] + np.arange(group.window_pages)
-        return columns
+    def ids(self, group: Group, slots: Slots, numbers: Slots) -> BlockIds:
+        """Return the window blocks of blocks of sequences: [n] each, [n * window_pages] int64."""
+        ring = ring_items(self._sequences.states, group.state_blocks, group.window_pages)
+        ids: BlockIds = ring[slots, numbers % group.window_blocks].view(np.int32).astype(np.int64)
+        return ids
 
     def between(self, group: Group, slot: int, first: int, end: int) -> BlockIds:
         """Return the window blocks of a sequence for blocks [first, end), in order: [n * window_pages] int64."""
         if first >= end:
             return NO_BLOCKS
-        ids: BlockIds = self._sequences.states[slot, self.columns(group, np.arange(first, end))]
-        return ids.reshape(-1).astype(np.int64)
+        numbers = np.arange(first, end)
+        return self.ids(group, np.full(numbers.size, slot), numbers)
 
     def of(self, slot: int) -> BlockIds:
         """Return all window blocks that a sequence holds, in order: [n] int64."""
@@ -169,7 +172,7 @@ class Windows:
         if np.count_nonzero(held) < held.size:
             slots, numbers, keys = slots[held], numbers[held], [key for key, has in zip(keys, held, strict=True) if has]
         if slots.size:
-            group.pool.add_windows(keys, self._sequences.states[slots[:, None], self.columns(group, numbers)])
+            group.pool.add_windows(keys, self.ids(group, slots, numbers).reshape(-1, group.window_pages))
 
     # --------------------------------------------------------------------------------------------------------- changes
 
@@ -183,10 +186,10 @@ class Windows:
             ids: Their window blocks, [n * window_pages].
         """
         s = self._sequences
-        columns = self.columns(group, numbers)
-        s.states[slots[:, None], columns] = ids.reshape(columns.shape)
+        ring, places = ring_items(s.states, group.state_blocks, group.window_pages), numbers % group.window_blocks
+        ring[slots, places] = ids.astype(np.int32).view(ring.dtype)
         self._blocks.kind[ids] = WINDOW
-        s.changed_rings.append((slots, columns))
+        s.changed_rings.append(ChangedRings(slots, places, group.state_blocks, group.window_pages))
 
     def begin(self, group: Group, slot: int, first: int, shared: BlockIds, fresh: BlockIds) -> None:
         """Give a sequence that moves in its window blocks, which it holds already.
@@ -245,7 +248,8 @@ class Windows:
         pools = s.pool[slots[rows]]
         for number in set(pools.tolist()):
             mine = pools == number
-            ids = s.states[slots[rows[mine]][:, None], self.columns(self._groups[number], numbers[mine])]
+            group = self._groups[number]
+            ids = self.ids(group, slots[rows[mine]], numbers[mine]).reshape(-1, group.window_pages)
             bad[mine] = ((blocks.refcount[ids] > 1) | blocks.indexed[ids]).any(axis=1)
         return rows[bad], numbers[bad]
 
@@ -269,20 +273,15 @@ class Windows:
         """
         s, size, sampled = self._sequences, self._size, group.sampled_rows
         steady = sampled if sampled is not None and sampled.rows is slots else None
-        if steady is not None and steady.in_sight is not None:  # the rows of the step before, each one token further
-            in_sight = steady.in_sight
-            np.subtract(in_sight, ONE, in_sight)
-            (at,) = (in_sight <= ZERO).nonzero()
-            in_sight[at] += size
-            slots = slots[at]
-            return slots, s.window_first[slots]
+        if steady is not None and steady.leaving is not None:
+            return steady.leaving.next(s.window_first)
         before = s.window_first[slots]
         in_sight = before * size + (group.window + size) - s.computed[slots]
         (at,) = ((in_sight <= ZERO) & (s.window_end[slots] > ZERO) & (s.pool[slots] == group.number)).nonzero()
         counts = ONE + -in_sight[at] // size
         if steady is not None:
             in_sight[at] += counts * size
-            steady.in_sight = in_sight
+            steady.leaving = LeavingRows(slots, in_sight, size)
         return _consecutive(slots[at], counts, before[at])
 
     def unindexed(self, slots: Slots, numbers: Slots) -> bool:
@@ -298,16 +297,16 @@ class Windows:
             numbers: The first blocks that they hold window blocks for, [n], those of a slot in order.
         """
         s = self._sequences
-        ids = s.states[slots[:, None], self.columns(group, numbers)].astype(np.int64)
+        ids = self.ids(group, slots, numbers)
         s.window_first[slots] = numbers + ONE
-        flat = ids.reshape(-1)
-        if group.release_sole(flat):
+        if group.release_sole(ids):
             return
-        if np.unique(flat).size == flat.size:
-            group.release(flat, 0)
+        if np.unique(ids).size == ids.size:
+            group.release(ids, 0)
             return
+        each = ids.reshape(slots.size, -1)
         for slot in dict.fromkeys(slots.tolist()):  # forks share them
-            group.release(ids[slots == slot].reshape(-1), 0)
+            group.release(each[slots == slot].reshape(-1), 0)
 
     def trim(self, group: Group, slot: int, keep: int) -> None:
         """Release the window blocks of a sequence from block `keep` on."""

@@ -41,6 +41,8 @@ def check_sampled_rows(group: Group, sequences: Sequences, rows: RunningRows) ->
     cells = s.next_cells(slots, length)
     assert (cells.where == kept.cells.where).all(), "the kept cells differ"
     assert np.shares_memory(cells.tokens, kept.cells.tokens), "the kept cells are of other tokens"
+    if kept.leaving is not None:
+        kept.leaving.check_invariants(s.window_first, s.computed, group.window)
     if kept.readers_changed == rows.readers_changed:
         readers = set(rows.reader[slots].tolist())
         assert readers == {kept.reader} or (kept.reader < 0 and len(readers) > 1), "the kept reader differs"
