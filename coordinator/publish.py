@@ -107,9 +107,9 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
-    for at, places, first, pages in s.changed_rings:
-        stored = ring_items(s.states, first, pages)[at, places]
-        ring_items(tables.state_table, first, pages)[at, places] = stored
+    for at, places, ids, first, pages in s.changed_rings:
+        ring = ring_items(tables.state_table, first, pages)
+        ring[at, places] = ids.view(ring.dtype)
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)

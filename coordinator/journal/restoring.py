@@ -349,14 +349,14 @@ class _Restoring:
             zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
         made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
         pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing, mixed)
-        fields.restore(pool, saved, "lru", "quarantine", "zeroing")
+        fields.restore(pool, saved, "lru", "_stamp", "quarantine", "zeroing")
         number: Array = get_args(I64)[1]
-        pool._lru = {
-            tenant: OrderedDict(zip(fields.array(ids, number).tolist(), fields.array(at, number).tolist(), strict=True))
-            for tenant, (ids, at) in saved.lru.items()
-        }
+        pool.recent.stamp = saved._stamp
+        for tenant, (ids, stamps) in saved.lru.items():
+            pool.recent.restore(tenant, fields.array(ids, number), fields.array(stamps, number))
         pool._checkpoint_of = {block: key for key, blocks in pool.checkpoints.items() for block in blocks}
-        pool._window_of = {block: key for key, blocks in pool.windows.items() for block in blocks}
+        for key, blocks in pool.windows.items():
+            pool._window_keys[list(blocks)] = key
         pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
         return pool
 

@@ -160,11 +160,13 @@ class _Saving:
 
     def _pool(self, pool: BlockPool) -> c.SavedPool:
         zeroing = pool.zeroing
-        lru = {tenant: (self._numbers(blocks), self._numbers(blocks.values())) for tenant, blocks in pool._lru.items()}
+        recent = ((tenant, pool.recent.items(tenant)) for tenant in pool.recent.counts)
+        lru = {tenant: (self._arrays.add(ids), self._arrays.add(stamps)) for tenant, (ids, stamps) in recent}
         return self._of(
             c.SavedPool,
             pool,
             lru=lru,
+            _stamp=pool.recent.stamp,
             quarantine=[self._arrays.add(ids) for ids in pool._quarantine],
             zeroing=self._of(c.SavedZeroing, zeroing, _owed=list(zeroing._owed)) if zeroing is not None else None,
         )

@@ -24,8 +24,9 @@ def _slot(cache: KVCacheManager) -> int:
 
 def _cached(cache: KVCacheManager) -> int:
     """Return the oldest cached block."""
-    (entries,) = (entries for entries in cache.groups[0].pool._lru.values() if entries)
-    return next(iter(entries))
+    recent = cache.groups[0].pool.recent
+    (tenant,) = (tenant for tenant, count in recent.counts.items() if count)
+    return recent.oldest(tenant)[1]
 
 
 def _twice_in_a_table(cache: KVCacheManager) -> None:

@@ -141,8 +141,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert {b: int(pool.blocks.refcount[b]) for b, state in enumerate(states) if state == REFERENCED} == (
             model.holders
         )
-        order = sorted((stamp, block) for entries in pool._lru.values() for block, stamp in entries.items())
-        assert [block for _, block in order] == model.cached
+        recent = [np.stack(pool.recent.items(tenant)) for tenant in pool.recent.counts]
+        ids, stamps = np.concatenate([np.zeros((2, 0), np.int64), *recent], axis=1)
+        assert ids[np.argsort(stamps)].tolist() == model.cached
         assert {b: int(pool.blocks.owner[b]) for b in range(self.count) if b not in model.free} == model.owner
         for tenant in (1, 2, 3):
             assert pool.available(tenant) == model.available(tenant)

@@ -22,12 +22,12 @@ from kvforge.coordinator.core.cache.host_free import FreeBlocks
 from tools.simulation.attributes import WATCHERS
 
 # Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
-# `first_us`, `leaves` and `heaps` are derived from other state, and found again after a recovery. `watcher` belongs to
-# the simulator.
+# `first_us`, `leaves`, `heaps` and `logs` are derived from other state, and found again after a recovery. `watcher`
+# belongs to the simulator.
 PUBLISH_LISTS = frozenset(
     {
         *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
-        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps"),
+        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps", "logs"),
     }
 )
 # A refusal is counted, makes its sender known, and takes time; nothing else may change.

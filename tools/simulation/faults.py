@@ -310,7 +310,8 @@ def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
     def evict_one(self: BlockPool, tenant: int, gone: list[int]) -> None:
-        block, _ = self._lru[tenant].popitem(last=False)
+        _, block = self.recent.oldest(tenant)
+        self.recent.discard_one(block, tenant)
         self.cached -= 1
         gone.append(block)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvforge.coordinator.core.cache import states
-from kvforge.coordinator.core.cache.block_pool import BlockPool
+from kvforge.coordinator.core.cache.block_pool import NO_KEY, BlockPool
 from kvforge.coordinator.core.cache.checkpoints import Checkpoints
 from kvforge.coordinator.core.cache.continuing import Continuing
-from kvforge.coordinator.core.cache.groups import NO_KEY, Group
+from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.placement import NO_DONOR, Placement
 from kvforge.coordinator.core.cache.planner import Planner
 from kvforge.coordinator.core.cache.residency import Residency

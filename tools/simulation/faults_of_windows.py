@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator.core.cache.block_pool import BlockPool
+from kvforge.coordinator.core.cache.block_pool import NO_KEY, BlockPool
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.cache.windows import Windows
@@ -196,12 +196,12 @@ def part_of_a_window_evicted() -> list[Patch]:
     real = BlockPool._evict_with_parts
 
     def evict(self: BlockPool, block: int, gone: list[int]) -> None:
-        key = self._window_of.get(block)
-        if key is None or len(self.windows[key]) == 1:
+        key = self._window_keys.item(block)
+        if key == NO_KEY or len(self.windows[key]) == 1:
             real(self, block, gone)
             return
         self.windows[key] = tuple(other for other in self.windows[key] if other != block)
-        del self._window_of[block]
+        self._window_keys[block] = NO_KEY
         self.blocks.indexed[block] = False
         self._uncache((block,), gone)
 

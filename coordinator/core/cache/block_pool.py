@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from ..clock import Clock
 from ..waits import Waits, blocks_of
 from .blocks import CACHED, CHECKPOINT, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
+from .cached_blocks import CachedBlocks
 from .hashing import Hashes
 from .host_copies import HostCopies
 from .host_parts import CHECKPOINT as CHECKPOINT_PART
@@ -23,6 +24,7 @@ from .tenants import Tenants
 from .zeroing import Zeroing
 
 _ONE = np.array(1, np.int32)  # see `sequences.ONE`
+NO_KEY = -1
 
 
 class BlockPool:
@@ -34,6 +36,7 @@ class BlockPool:
         mixed: Blocks are of several kinds: the model keeps a recurrent state, or has layers with a window.
         checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
         windows: Window blocks for the tokens of KV blocks, by the key of these. See `windows`.
+        recent: The cached blocks in the order of their last use.
         host: Takes blocks that are evicted to the host; None without a host tier.
         writeback: Takes note of blocks that were filled, to copy them to the host; None without a host tier.
     """
@@ -59,8 +62,7 @@ class BlockPool:
         self.free = count
         self.quarantined = 0
         self.cached = 0
-        self._lru: dict[int, OrderedDict[int, int]] = {}
-        self._stamp = 0
+        self.recent = CachedBlocks(base + count)
         self._quarantine: deque[BlockIds] = deque()
         self.usage = np.zeros(tenants.floor.size, np.int64)
         self._usage_since_us = np.zeros(tenants.floor.size, np.int64)
@@ -73,7 +75,7 @@ class BlockPool:
         self.checkpoints: dict[int, tuple[int, ...]] = {}
         self._checkpoint_of: dict[int, int] = {}
         self.windows: dict[int, tuple[int, ...]] = {}
-        self._window_of: dict[int, int] = {}
+        self._window_keys = np.full(base + count if mixed else 0, NO_KEY)  # the entry that a window block hangs on
         self.host: HostCopies | None = None
         self.writeback: HostWriteback | None = None
         ids = slice(base, base + count)
@@ -114,7 +116,7 @@ class BlockPool:
 
     def _supply(self, keep: BlockIds | None, usage: npt.NDArray[np.int64]) -> Supply:
         """Build a supply from `usage`, which the caller copies if the supply will be modified."""
-        cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
+        cached = dict(self.recent.counts)
         if keep is not None and keep.size:
             for block in keep[self.blocks.state[keep] == CACHED].tolist():
                 cached[int(self.blocks.owner[block])] -= 1
@@ -161,7 +163,7 @@ class BlockPool:
         """Evict cached blocks until `count` are free for a tenant beside the `kept` ones of others' floors."""
         gone: list[int] = []
         if not self._tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
-            missing, owners = count - self.free, [owner for owner, entries in self._lru.items() if entries]
+            missing, owners = count - self.free, [owner for owner, cached in self.recent.counts.items() if cached]
             while len(gone) < missing:
                 self._evict_one(owners[0] if len(owners) == 1 else self._lru_tenant(tenant), gone)
             self._free_evicted(gone)
@@ -191,10 +193,10 @@ class BlockPool:
     def _lru_tenant(self, asking: int) -> int:
         """Return the tenant that owns the oldest cached block that `asking` may evict."""
         best, best_stamp = 0, -1
-        for tenant, entries in self._lru.items():
-            if not entries or (tenant != asking and self.usage[tenant] <= self._tenants.floor[tenant]):
+        for tenant, cached in self.recent.counts.items():
+            if not cached or (tenant != asking and self.usage[tenant] <= self._tenants.floor[tenant]):
                 continue
-            stamp = next(iter(entries.values()))
+            stamp, _ = self.recent.oldest(tenant)
             if best == 0 or stamp < best_stamp:
                 best, best_stamp = tenant, stamp
         return best
@@ -206,13 +208,13 @@ class BlockPool:
             tenant: The tenant.
             gone: Takes the blocks that are to become free; see `_free_evicted`.
         """
+        _, block = self.recent.oldest(tenant)
         if self.checkpoints or self.windows:
-            block = next(iter(self._lru[tenant]))
             if self.host is not None:
                 self._save_with_parts(self.host, block)
             self._evict_with_parts(block, gone)
             return
-        block, _ = self._lru[tenant].popitem(last=False)
+        self.recent.discard_one(block, tenant)
         self.cached -= 1
         if self.host is not None:
             self.host.save(block)
@@ -221,10 +223,10 @@ class BlockPool:
 
     def _save_with_parts(self, host: HostCopies, block: int) -> None:
         """Let the host tier have all that `_evict_with_parts` evicts."""
-        if (key := self._checkpoint_of.get(block)) is not None:
-            host.save_parts(key, self.checkpoints[key], CHECKPOINT_PART)
+        if (held := self._checkpoint_of.get(block)) is not None:
+            host.save_parts(held, self.checkpoints[held], CHECKPOINT_PART)
             return
-        if (key := self._window_of.get(block)) is not None:
+        if (key := self._window_keys.item(block)) != NO_KEY:
             host.save_parts(key, self.windows[key], 0)
             return
         host.save(block)
@@ -236,19 +238,17 @@ class BlockPool:
 
     def part_of(self, block: int) -> tuple[int, int] | None:
         """Return the entry that a window block or a block of a checkpoint hangs on, and the number of the part."""
-        for keys, parts, number in (
-            (self._window_of, self.windows, 0),
-            (self._checkpoint_of, self.checkpoints, CHECKPOINT_PART),
-        ):
-            if (key := keys.get(block)) is not None:
-                return key, number + parts[key].index(block)
+        if self.windows and (key := self._window_keys.item(block)) != NO_KEY:
+            return key, self.windows[key].index(block)
+        if (held := self._checkpoint_of.get(block)) is not None:
+            return held, CHECKPOINT_PART + self.checkpoints[held].index(block)
         return None
 
     def _evict_with_parts(self, block: int, gone: list[int]) -> None:
         """Evict a cached block with what hangs on it, or the checkpoint or window blocks that it is a part of."""
-        if (key := self._checkpoint_of.get(block)) is not None:
-            self._drop_checkpoint(key, gone)
-        elif (key := self._window_of.get(block)) is not None:
+        if (held := self._checkpoint_of.get(block)) is not None:
+            self._drop_checkpoint(held, gone)
+        elif self.windows and (key := self._window_keys.item(block)) != NO_KEY:
             self._drop_window(key, gone)
         else:
             self._remove_entry(block, gone)
@@ -264,7 +264,7 @@ class BlockPool:
             return
         owners = self.blocks.owner
         for block in reversed(blocks):
-            del self._lru[owners.item(block)][block]
+            self.recent.discard_one(block, owners.item(block))
             gone.append(block)
         self.cached -= len(blocks)
 
@@ -289,12 +289,12 @@ class BlockPool:
 
     def held_by(self, tenant: int) -> int:
         """Return how many blocks the tenant is charged for, without cached ones."""
-        return int(self.usage[tenant]) - len(self._lru.get(tenant, ()))
+        return int(self.usage[tenant]) - self.recent.count(tenant)
 
     def forget_tenant(self, tenant: int) -> None:
         """Clear a tenant, because its index will be reused: evict its cached blocks and reset its usage."""
         gone: list[int] = []
-        while self._lru.get(tenant):
+        while self.recent.count(tenant):
             self._evict_one(tenant, gone)
         self._free_evicted(gone)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
@@ -309,8 +309,8 @@ class BlockPool:
             How many there were. Those that a step in flight may touch become free behind it.
         """
         gone: list[int] = []
-        while entries := self._lru.get(tenant):
-            self._evict_with_parts(next(iter(entries)), gone)
+        while self.recent.count(tenant):
+            self._evict_with_parts(self.recent.oldest(tenant)[1], gone)
         count = len(gone)
         self._free_evicted(gone)
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
@@ -341,9 +341,9 @@ class BlockPool:
         states = blocks.state[ids]
         assert not np.count_nonzero(states == FREE), "a free block cannot be held"
         cached = ids[states == CACHED]
-        for block, owner in zip(cached.tolist(), blocks.owner[cached].tolist(), strict=True):
-            del self._lru[owner][block]
-        self.cached -= cached.size
+        if cached.size:
+            self.recent.discard(cached, blocks.owner[cached])
+            self.cached -= cached.size
         self.quarantined -= int(np.count_nonzero(states == QUARANTINED))
         blocks.refcount[ids] += 1
         blocks.state[ids] = REFERENCED
@@ -391,8 +391,14 @@ class BlockPool:
         if np.count_nonzero(blocks.refcount[ids] == _ONE) != ids.size:
             return False
         blocks.refcount[ids] = 0
-        self._give_up(ids)
         blocks.changed.append(ids)
+        if np.count_nonzero(blocks.touch[ids] > self.done_step) or np.count_nonzero(blocks.indexed[ids]) < ids.size:
+            self._give_up(ids)
+            return True
+        blocks.state[ids] = CACHED  # nearly always: the blocks that are full are indexed before
+        self.cached += ids.size
+        self._make_recent(ids[::-1])
+        self._waits.wake(self._gain)
         return True
 
     def _give_up(self, dead: BlockIds) -> None:
@@ -449,27 +455,19 @@ class BlockPool:
         self._waits.wake(self._gain)
 
     def _make_recent(self, ids: BlockIds) -> None:
-        """Add cached blocks, [n > 0], to the lists of their tenants, each as more recently used than the one before."""
-        owners = self.blocks.owner[ids]
-        keys = self.index.keys(ids).tolist() if self.checkpoints else ()
-        if np.count_nonzero(owners == owners[0]) == ids.size and self.checkpoints.keys().isdisjoint(keys):
-            entries, stamp = self._recent_of(owners.item(0)), self._stamp
-            for block in ids.tolist():  # takes two thirds of the time of `update`
-                stamp += 1
-                entries[block] = stamp
-            self._stamp = stamp
-            return
-        for place, (block, owner) in enumerate(zip(ids.tolist(), owners.tolist(), strict=True)):
-            if keys:
-                self._refresh_checkpoint(keys[place])
-            self._stamp += 1
-            self._recent_of(owner)[block] = self._stamp
-
-    def _recent_of(self, tenant: int) -> OrderedDict[int, int]:
-        """Return the cached blocks of a tenant with the times of their last use, the oldest first."""
-        if (entries := self._lru.get(tenant)) is None:
-            entries = self._lru[tenant] = OrderedDict()
-        return entries
+        """Make blocks that are cached from now on, [n > 0], the most recently used ones, in this order."""
+        blocks, start = self.blocks, 0
+        if self.checkpoints and np.count_nonzero(blocks.kind[ids]) < ids.size:  # they hang on KV blocks
+            keys = self.index.keys(ids).tolist()
+            if not self.checkpoints.keys().isdisjoint(keys):
+                for place, key in enumerate(keys):
+                    if key in self.checkpoints:
+                        if place > start:
+                            self.recent.add(ids[start:place], blocks.owner[ids[start:place]])
+                        self._refresh_checkpoint(key)
+                        start = place
+                ids = ids[start:]
+        self.recent.add(ids, blocks.owner[ids])
 
     def _to_free(self, ids: BlockIds) -> None:
         if not ids.size:
@@ -593,12 +591,12 @@ class BlockPool:
 
     def _refresh_checkpoint(self, key: int) -> None:
         """Make a checkpoint the most recently used item if it is cached: just before the KV block that it hangs on."""
-        for block in self.checkpoints.get(key, ()):
-            if self.blocks.state[block] == CACHED:
-                self._stamp += 1
-                entries = self._lru[int(self.blocks.owner[block])]
-                entries.move_to_end(block)
-                entries[block] = self._stamp
+        blocks = self.blocks
+        ids = np.array([block for block in self.checkpoints[key] if blocks.state[block] == CACHED], np.int64)
+        if ids.size:
+            owners = blocks.owner[ids]
+            self.recent.discard(ids, owners)
+            self.recent.add(ids, owners)
 
     # ----------------------------------------------------------------------------------------------- window blocks
 
@@ -609,29 +607,27 @@ class BlockPool:
             keys: Keys of the entries, [n].
             ids: The window blocks of each, [n, window_pages].
         """
-        windows, key_of = self.windows, self._window_of
-        if windows.keys().isdisjoint(keys) and key_of.keys().isdisjoint(ids[:, 0].tolist()):
-            parts = dict(zip(keys, map(tuple, ids.tolist()), strict=True))
-            whole = dict(zip(ids.reshape(-1).tolist(), np.repeat(keys, ids.shape[1]).tolist(), strict=True))
-            if len(parts) == len(keys) and len(whole) == ids.size:  # nearly always: no two rows have the same block
-                windows.update(parts)
-                key_of.update(whole)
+        windows, key_of = self.windows, self._window_keys
+        if windows.keys().isdisjoint(keys) and np.count_nonzero(key_of[ids[:, 0]] == NO_KEY) == len(keys):
+            parts, column = dict(zip(keys, map(tuple, ids.tolist()), strict=True)), np.array(keys)[:, None]
+            key_of[ids] = column
+            if len(parts) == len(keys) and np.count_nonzero(key_of[ids] == column) == ids.size:
+                windows.update(parts)  # nearly always: no two rows have the same block
                 self.blocks.indexed[ids] = True
                 return
+            key_of[ids] = NO_KEY
         added: list[int] = []
         for place, (key, blocks) in enumerate(zip(keys, ids.tolist(), strict=True)):
-            if key not in windows and blocks[0] not in key_of:
+            if key not in windows and key_of[blocks[0]] == NO_KEY:
                 windows[key] = tuple(blocks)
-                for block in blocks:
-                    key_of[block] = key
+                key_of[blocks] = key
                 added.append(place)
         self.blocks.indexed[ids[added]] = True
 
     def _drop_window(self, key: int, gone: list[int]) -> None:
         """Remove the window blocks of an entry from the index. They become free when they have no holders."""
         blocks = self.windows.pop(key)
-        for block in blocks:
-            del self._window_of[block]
+        self._window_keys[list(blocks)] = NO_KEY
         self._uncache(blocks, gone)
 
     # ------------------------------------------------------------------------------------------------- invariants
@@ -649,10 +645,12 @@ class BlockPool:
         assert (blocks.state[listed] == FREE).all() and self.free == np.count_nonzero(states == FREE), "free list"
         assert not blocks.indexed[listed].any(), "a free block is indexed"
         assert ((counts > 0) == (states == REFERENCED)).all(), "a count disagrees with its block's state"
-        assert self.cached == np.count_nonzero(states == CACHED) == sum(map(len, self._lru.values())), "cached"
+        assert self.cached == np.count_nonzero(states == CACHED) == sum(self.recent.counts.values()), "cached"
         assert self.quarantined == np.count_nonzero(states == QUARANTINED), "quarantined"
-        for tenant, entries in self._lru.items():
-            cached = np.fromiter(entries, np.int64, len(entries))
+        for tenant, count in self.recent.counts.items():
+            cached, stamps = self.recent.items(tenant)
+            assert count == np.unique(cached).size == cached.size, "a count of cached blocks"
+            assert (np.diff(stamps) > 0).all(), "cached blocks are in another order than their last uses"
             assert (blocks.state[cached] == CACHED).all() and (blocks.owner[cached] == tenant).all(), "LRU list"
             assert blocks.indexed[cached].all(), "a cached block is not indexed"
         waiting = {block for part in self._quarantine for block in part.tolist()}
@@ -670,12 +668,14 @@ class BlockPool:
         self._check_windows()
         region = np.arange(self.base, self.base + self.count)
         indexed = region[self.blocks.indexed[region] & (self.blocks.kind[region] != KV)]
-        assert set(indexed.tolist()) == {*self._checkpoint_of, *self._window_of}, "indexed blocks of other kinds"
+        keyed = np.flatnonzero(self._window_keys != NO_KEY).tolist()
+        assert set(indexed.tolist()) == {*self._checkpoint_of, *keyed}, "indexed blocks of other kinds"
 
     def _check_windows(self) -> None:
         blocks = [block for each in self.windows.values() for block in each]
-        assert len(set(blocks)) == len(blocks) and self._window_of.keys() == set(blocks), "window blocks of entries"
-        assert all(self._window_of[block] == key for key, each in self.windows.items() for block in each)
+        keyed = np.flatnonzero(self._window_keys != NO_KEY).tolist()
+        assert len(set(blocks)) == len(blocks) and set(blocks) == set(keyed), "window blocks of entries"
+        assert all(self._window_keys[block] == key for key, each in self.windows.items() for block in each)
         assert all(map(self.index.alive, self.windows)), "window blocks outlive the entry that they hang on"
         ids = np.array(blocks, np.int64)
         assert (self.blocks.kind[ids] == WINDOW).all() and self.blocks.indexed[ids].all(), "window blocks of an entry"

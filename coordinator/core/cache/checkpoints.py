@@ -14,9 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from ..limits import Limits
+from .block_pool import NO_KEY
 from .blocks import CHECKPOINT, NO_BLOCKS, BlockIds, Blocks
 from .checkpoint_positions import CheckpointPositions
-from .groups import NO_KEY, FormingCheckpoint, Group
+from .groups import FormingCheckpoint, Group
 from .hashing import BlockHasher
 from .indexing import Indexing
 from .sequences import Sequences

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvforge.protocol.messages import NO_INT32, Int32Array, Step, WorkerReady
 from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 
-from .block_pool import BlockPool
+from .block_pool import NO_KEY, BlockPool
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
 from .disk_copies import DiskCopies
@@ -50,9 +50,6 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     tenant: int
     message: Step
     in_time: bool = False
-
-
-NO_KEY = -1
 
 
 class FormingCheckpoint(msgspec.Struct):

@@ -67,12 +67,14 @@ class ChangedRings(NamedTuple):
     Attributes:
         slots: The slots of the rows, [n].
         places: A place in the ring of each, [n].
+        ids: The blocks, [n * pages] int32.
         first: The first column of a ring.
         pages: Columns of a place.
     """
 
     slots: Slots
     places: Slots
+    ids: npt.NDArray[np.int32]
     first: int
     pages: int
 

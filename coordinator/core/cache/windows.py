@@ -185,11 +185,11 @@ class Windows:
             numbers: Numbers of blocks in their sequences, [n].
             ids: Their window blocks, [n * window_pages].
         """
-        s = self._sequences
-        ring, places = ring_items(s.states, group.state_blocks, group.window_pages), numbers % group.window_blocks
-        ring[slots, places] = ids.astype(np.int32).view(ring.dtype)
+        s, ids32, places = self._sequences, ids.astype(np.int32), numbers % group.window_blocks
+        ring = ring_items(s.states, group.state_blocks, group.window_pages)
+        ring[slots, places] = ids32.view(ring.dtype)
         self._blocks.kind[ids] = WINDOW
-        s.changed_rings.append(ChangedRings(slots, places, group.state_blocks, group.window_pages))
+        s.changed_rings.append(ChangedRings(slots, places, ids32, group.state_blocks, group.window_pages))
 
     def begin(self, group: Group, slot: int, first: int, shared: BlockIds, fresh: BlockIds) -> None:
         """Give a sequence that moves in its window blocks, which it holds already.
