@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvforge.protocol.service_metrics import ServiceMetricsWriter
-from kvforge.protocol.tables import TablesWriter, ring_items
+from kvforge.protocol.tables import TablesWriter
 
 from .core.cache.sequences import Sequences
 from .core.machine import Machine
@@ -107,9 +107,8 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
-    for at, places, ids, first, pages in s.changed_rings:
-        ring = ring_items(tables.state_table, first, pages)
-        ring[at, places] = ids.view(ring.dtype)
+    for rings in s.changed_rings:
+        tables.write_rings(*rings)
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)

@@ -122,6 +122,7 @@ class TablesWriter:
         self.row_states: Int32Array = views["row_states"]
         self.state_table: Int32Array = views["state_table"]
         self.step_ring = StepRing(views["mail_head"], views["mail"])
+        self._rings: dict[tuple[int, int], npt.NDArray[np.void]] = {}
 
     def begin_rows(self, slots: Int64Array) -> None:
         """Mark rows as being written until `end_rows`.
@@ -140,6 +141,20 @@ class TablesWriter:
         self._number += 1
         self.row_version[slots] = self._number
         self._rows_written[()] = self._number
+
+    def write_rings(self, slots: Int64Array, places: Int64Array, ids: Int32Array, first: int, width: int) -> None:
+        """Write groups of columns of the state table, those of windows; see `ring_items`.
+
+        Args:
+            slots: [n] int64, the slots of the rows.
+            places: [n] int64, a group of each.
+            ids: [n * width] int32, what to write.
+            first: The first column of group 0.
+            width: Columns of a group.
+        """
+        if (rings := self._rings.get((first, width))) is None:
+            rings = self._rings[first, width] = ring_items(self.state_table, first, width)
+        rings[slots, places] = ids.view(rings.dtype)
 
     def write_gauges(self, values: Sequence[int]) -> None:
         """Publish one consistent set of gauges, in the order of `layout.GAUGES`."""

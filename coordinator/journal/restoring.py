@@ -241,6 +241,8 @@ class _Restoring:
         self._groups = [self._group(group) for group in saved.groups]
         cache.groups.update((group.number, group) for group in self._groups)
         fields.restore(cache.blocks, saved.blocks)
+        for pool in (group.pool for group in self._groups):
+            pool.touched = int(cache.blocks.touch[pool.base : pool.base + pool.count].max(initial=0))
         fields.restore(cache.pins, saved.pins)
         fields.restore(cache.sequences, saved.sequences)
         columns = [name for name, mark in fields_of(c.SavedSequences) if isinstance(mark, Array) and mark.axes == 1]

@@ -18,16 +18,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.host_free import FreeBlocks
 from tools.simulation.attributes import WATCHERS
 
 # Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
-# `first_us`, `leaves`, `heaps` and `logs` are derived from other state, and found again after a recovery. `watcher`
-# belongs to the simulator.
+# `first_us`, `leaves`, `heaps`, `logs` and `rings` are derived from other state, and found again after a recovery.
+# `watcher` belongs to the simulator.
 PUBLISH_LISTS = frozenset(
     {
         *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
-        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps", "logs"),
+        *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps", "logs", "rings"),
     }
 )
 # A refusal is counted, makes its sender known, and takes time; nothing else may change.
@@ -71,6 +72,7 @@ class _Serialised:
         self.words: list[str] = []
         self.arrays: list[bytes] = []
         self._ignore, self._seen = ignore, dict[int, int]()
+        self._kept: list[object] = []  # otherwise another object could have the id of one that is in `_seen`
 
     def all_of(self, value: Any) -> None:
         """Serialise a value and its contents."""
@@ -116,7 +118,11 @@ class _Serialised:
     def _object(self, value: Any) -> None:
         words, ignore, atoms = self.words, self._ignore, {}
         words.append(f"({type(value).__name__}")
-        for name, item in _attributes(value):
+        attributes = _attributes(value)
+        if isinstance(value, BlockPool):
+            attributes = list(_of_pool(value, dict(attributes)).items())
+            self._kept.append(attributes)
+        for name, item in attributes:
             if name not in ignore:
                 if type(item) in _ATOMS:
                     atoms[name] = item
@@ -124,6 +130,26 @@ class _Serialised:
                     words.append(f".{name}=")
                     self.all_of(item)
         words.append(f"{atoms!r})")
+
+
+def _of_pool(pool: BlockPool, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a pool with dicts in place of arrays of the same content.
+
+    So the digest is what it was when pools had dicts, and stored digests show that the state is the same.
+    """
+    found: dict[str, Any] = {}
+    for name, item in attributes.items():
+        if name == "recent":
+            each = {tenant: pool.recent.items(tenant) for tenant in pool.recent.counts}
+            found["_lru"] = {
+                tenant: dict(zip(ids.tolist(), stamps.tolist(), strict=True)) for tenant, (ids, stamps) in each.items()
+            }
+            found["_stamp"] = pool.recent.stamp
+        elif name == "_window_keys":
+            found["_window_of"] = {block: item.item(block) for blocks in pool.windows.values() for block in blocks}
+        elif name != "touched":  # the largest of `Blocks.touch`
+            found[name] = item
+    return found
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:

@@ -36,6 +36,7 @@ class BlockPool:
         mixed: Blocks are of several kinds: the model keeps a recurrent state, or has layers with a window.
         checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
         windows: Window blocks for the tokens of KV blocks, by the key of these. See `windows`.
+        touched: The last step that may touch a block.
         recent: The cached blocks in the order of their last use.
         host: Takes blocks that are evicted to the host; None without a host tier.
         writeback: Takes note of blocks that were filled, to copy them to the host; None without a host tier.
@@ -67,7 +68,7 @@ class BlockPool:
         self.usage = np.zeros(tenants.floor.size, np.int64)
         self._usage_since_us = np.zeros(tenants.floor.size, np.int64)
         self._usage_block_us = np.zeros(tenants.floor.size, np.int64)
-        self.done_step = 0
+        self.done_step = self.touched = 0
         self.referenced_peak = 0
         self.allocated_total = 0
         self.freed_total = 0
@@ -367,7 +368,7 @@ class BlockPool:
         assert not np.count_nonzero(counts < 0), "a block without holders was released"
         blocks.refcount[ids] = counts
         if last_step > self.done_step:
-            blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
+            self.touch(ids, last_step)
         dead = ids[counts == 0] if np.count_nonzero(counts) else ids
         if dead.size:
             self._give_up(dead)
@@ -382,7 +383,7 @@ class BlockPool:
         Takes fewer operations than `release`.
 
         Args:
-            ids: Block ids as for `release`, [n]. A block that is named twice has two holders.
+            ids: Window blocks in the order of `release`, [n]. A block that is named twice has two holders.
 
         Returns:
             False, with nothing changed, if a block has several holders.
@@ -392,19 +393,27 @@ class BlockPool:
             return False
         blocks.refcount[ids] = 0
         blocks.changed.append(ids)
-        if np.count_nonzero(blocks.touch[ids] > self.done_step) or np.count_nonzero(blocks.indexed[ids]) < ids.size:
+        if self.touched > self.done_step or np.count_nonzero(blocks.indexed[ids]) < ids.size:
             self._give_up(ids)
             return True
-        blocks.state[ids] = CACHED  # nearly always: the blocks that are full are indexed before
+        blocks.state[ids] = CACHED  # nearly always: full blocks are indexed before
         self.cached += ids.size
-        self._make_recent(ids[::-1])
+        ids = ids[::-1]
+        self.recent.add(ids, blocks.owner[ids])
         self._waits.wake(self._gain)
         return True
+
+    def touch(self, ids: BlockIds | list[int], step: int) -> None:
+        """Record that a step may touch blocks, [n], which then stay in quarantine until it is done."""
+        if len(ids):
+            touch = self.blocks.touch
+            touch[ids] = np.maximum(touch[ids], step)
+            self.touched = max(self.touched, step)
 
     def _give_up(self, dead: BlockIds) -> None:
         """Quarantine, cache or free blocks without holders, [n]."""
         blocks = self.blocks
-        waiting = blocks.touch[dead] > self.done_step
+        waiting = blocks.touch[dead] > self.done_step if self.touched > self.done_step else NO_BLOCKS
         if not np.count_nonzero(waiting):
             self._cache_or_free(dead)
             return
@@ -661,6 +670,7 @@ class BlockPool:
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
         assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
         assert not blocks.kind[listed].any() and (self.mixed or not blocks.kind[ids].any()), "kinds of blocks"
+        assert self.touched == blocks.touch[ids].max(initial=0), "the last step that may touch a block"
         assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
 
     def _check_kinds(self) -> None:

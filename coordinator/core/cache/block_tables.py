@@ -333,7 +333,7 @@ class BlockTables:
             origins = [group.copy_block(*pair, with_kv) for pair in zip(old, (fresh, *windows), strict=True)]
             last = s.last_step[slot] = group.next_step
             group.pool.await_step(last)
-            self._blocks.touch[origins] = np.maximum(self._blocks.touch[origins], last)
+            group.pool.touch(origins, last)
         group.release(np.array(old, np.int64), last)
         s.table[slot, column] = fresh
         s.changed_cells.append((np.array([slot]), np.array([column])))

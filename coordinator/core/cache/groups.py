@@ -291,8 +291,7 @@ class Group:
 
     def copy_held(self, source: int, target: int, tokens: int) -> None:
         """Make the next step copy a block, and keep what it reads until then even if its holders leave."""
-        origin, touch = self.copy_block(source, target, tokens), self.pool.blocks.touch
-        touch[origin] = max(int(touch[origin]), self.next_step)
+        self.pool.touch([self.copy_block(source, target, tokens)], self.next_step)
 
     def release(self, ids: BlockIds, last_step: int) -> int:
         """Remove one holder from each block, as `BlockPool.release` does; cancel copies into blocks without holders."""

@@ -57,11 +57,13 @@ class Windows:
 
     Attributes:
         present: Some group has had windows. Nothing else is looked at before.
+        rings: Views of the table of states; see `ring_items`.
     """
 
     def __init__(self, sequences: Sequences, blocks: Blocks, groups: dict[int, Group], step_tokens: int) -> None:
         self._sequences, self._blocks, self._groups = sequences, blocks, groups
         self._step_tokens, self._size = step_tokens, sequences.block_size
+        self.rings: dict[tuple[int, int], npt.NDArray[np.void]] = {}
 
     @property
     def present(self) -> bool:
@@ -97,9 +99,16 @@ class Windows:
 
     # --------------------------------------------------------------------------------------------------------- content
 
+    def _ring(self, group: Group) -> npt.NDArray[np.void]:
+        """Return the rings of all sequences as `ring_items` does: [slots, blocks]."""
+        columns = group.state_blocks, group.window_pages
+        if (ring := self.rings.get(columns)) is None:
+            ring = self.rings[columns] = ring_items(self._sequences.states, *columns)
+        return ring
+
     def ids(self, group: Group, slots: Slots, numbers: Slots) -> BlockIds:
         """Return the window blocks of blocks of sequences: [n] each, [n * window_pages] int64."""
-        ring = ring_items(self._sequences.states, group.state_blocks, group.window_pages)
+        ring = self._ring(group)
         ids: BlockIds = ring[slots, numbers % group.window_blocks].view(np.int32).astype(np.int64)
         return ids
 
@@ -186,7 +195,7 @@ class Windows:
             ids: Their window blocks, [n * window_pages].
         """
         s, ids32, places = self._sequences, ids.astype(np.int32), numbers % group.window_blocks
-        ring = ring_items(s.states, group.state_blocks, group.window_pages)
+        ring = self._ring(group)
         ring[slots, places] = ids32.view(ring.dtype)
         self._blocks.kind[ids] = WINDOW
         s.changed_rings.append(ChangedRings(slots, places, ids32, group.state_blocks, group.window_pages))
