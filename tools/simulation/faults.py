@@ -309,13 +309,11 @@ def refusal_after_the_change() -> list[Patch]:
 def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
-    def evict_one(self: BlockPool, tenant: int, gone: list[int]) -> None:
-        _, block = self.recent.oldest(tenant)
-        self.recent.discard_one(block, tenant)
-        self.cached -= 1
-        gone.append(block)
+    def evict(self: BlockPool, tenant: int, count: int, gone: list[int]) -> None:
+        gone += self.recent.pop(tenant, count)
+        self.cached -= count
 
-    return [(BlockPool, "_evict_one", evict_one)]
+    return [(BlockPool, "_evict", evict)]
 
 
 @fault

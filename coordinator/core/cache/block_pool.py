@@ -165,12 +165,14 @@ class BlockPool:
         gone: list[int] = []
         if not self._tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
             missing, owners = count - self.free, [owner for owner, cached in self.recent.counts.items() if cached]
+            if len(owners) == 1:
+                self._evict(owners[0], missing, gone)
             while len(gone) < missing:
-                self._evict_one(owners[0] if len(owners) == 1 else self._lru_tenant(tenant), gone)
+                self._evict(self._lru_tenant(tenant), 1, gone)
             self._free_evicted(gone)
             return
         while self.free < count + kept:
-            self._evict_one(self._lru_tenant(tenant), gone)
+            self._evict(self._lru_tenant(tenant), 1, gone)
             self._free_evicted(gone)
             if self.mixed:  # a checkpoint goes as a whole, which may reach into its tenant's floor
                 kept = self._tenants.kept_for_others(tenant, self.usage)
@@ -180,7 +182,7 @@ class BlockPool:
         if self._tenants.has_quotas:
             gone: list[int] = []
             while self.usage[tenant] + count > self._tenants.ceiling[tenant]:
-                self._evict_one(tenant, gone)
+                self._evict(tenant, 1, gone)
                 self._free_evicted(gone)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
@@ -202,25 +204,29 @@ class BlockPool:
                 best, best_stamp = tenant, stamp
         return best
 
-    def _evict_one(self, tenant: int, gone: list[int]) -> None:
-        """Evict a tenant's least recently used block, and what goes with it.
+    def _evict(self, tenant: int, count: int, gone: list[int]) -> None:
+        """Evict a tenant's least recently used blocks, and what goes with them.
 
         Args:
             tenant: The tenant.
+            count: How many blocks to evict, at least. It has as many.
             gone: Takes the blocks that are to become free; see `_free_evicted`.
         """
-        _, block = self.recent.oldest(tenant)
         if self.checkpoints or self.windows:
-            if self.host is not None:
-                self._save_with_parts(self.host, block)
-            self._evict_with_parts(block, gone)
+            least = len(gone) + count
+            while len(gone) < least:
+                _, block = self.recent.oldest(tenant)
+                if self.host is not None:
+                    self._save_with_parts(self.host, block)
+                self._evict_with_parts(block, gone)
             return
-        self.recent.discard_one(block, tenant)
-        self.cached -= 1
-        if self.host is not None:
-            self.host.save(block)
-        self.index.remove(block)
-        gone.append(block)
+        blocks = self.recent.pop(tenant, count)
+        self.cached -= count
+        for block in blocks:
+            if self.host is not None:
+                self.host.save(block)
+            self.index.remove(block)
+        gone += blocks
 
     def _save_with_parts(self, host: HostCopies, block: int) -> None:
         """Let the host tier have all that `_evict_with_parts` evicts."""
@@ -263,10 +269,8 @@ class BlockPool:
         if self.blocks.state.item(blocks[0]) != CACHED:
             self.blocks.indexed[list(blocks)] = False
             return
-        owners = self.blocks.owner
-        for block in reversed(blocks):
-            self.recent.discard_one(block, owners.item(block))
-            gone.append(block)
+        self.recent.discard_few(blocks, self.blocks.owner)
+        gone += reversed(blocks)
         self.cached -= len(blocks)
 
     def _free_evicted(self, gone: list[int]) -> None:
@@ -296,7 +300,7 @@ class BlockPool:
         """Clear a tenant, because its index will be reused: evict its cached blocks and reset its usage."""
         gone: list[int] = []
         while self.recent.count(tenant):
-            self._evict_one(tenant, gone)
+            self._evict(tenant, 1, gone)
         self._free_evicted(gone)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
         self._usage_block_us[tenant] = 0
@@ -636,7 +640,8 @@ class BlockPool:
     def _drop_window(self, key: int, gone: list[int]) -> None:
         """Remove the window blocks of an entry from the index. They become free when they have no holders."""
         blocks = self.windows.pop(key)
-        self._window_keys[list(blocks)] = NO_KEY
+        for block in blocks:
+            self._window_keys[block] = NO_KEY
         self._uncache(blocks, gone)
 
     # ------------------------------------------------------------------------------------------------- invariants

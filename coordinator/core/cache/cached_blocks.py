@@ -9,6 +9,7 @@ date.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -102,10 +103,27 @@ class CachedBlocks:
         for tenant in owners.tolist():
             self.counts[tenant] -= 1
 
-    def discard_one(self, block: int, tenant: int) -> None:
-        """Remove a cached block of a tenant."""
-        self._stamps[block] = 0
-        self.counts[tenant] -= 1
+    def discard_few(self, blocks: Iterable[int], owners: npt.NDArray[np.integer]) -> None:
+        """Remove a few cached blocks; `owners` are the tenants of all blocks of all pools."""
+        stamps, counts, owner_of = self._stamps, self.counts, owners.item
+        for block in blocks:
+            stamps[block] = 0
+            counts[owner_of(block)] -= 1
+
+    def pop(self, tenant: int, count: int) -> list[int]:
+        """Remove the least recently used blocks of a tenant, which has as many, and return them: oldest first."""
+        log, stamp_of = self.logs[tenant], self._stamps.item
+        found: list[int] = []
+        while len(found) < count:
+            if not log.first:
+                log.move()
+            stamp, block = log.first.pop()
+            log.size -= 1
+            if stamp_of(block) == stamp:
+                found.append(block)
+        self._stamps[found] = 0
+        self.counts[tenant] -= count
+        return found
 
     def oldest(self, tenant: int) -> tuple[int, int]:
         """Return when the least recently used block of a tenant, which has some, was used, and the block."""
