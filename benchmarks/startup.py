@@ -70,14 +70,17 @@ class Start:
 
 def write_model(config: Path, folder: Path, shards: int) -> int:
     """Write random weights of a configuration into a folder; return their bytes."""
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
+    from kvforge.worker.loading.lazy_compiler import less_of_torch
 
     shutil.copy(config, folder / "config.json")
-    loaded = transformers.AutoConfig.from_pretrained(folder)
-    with init_empty_weights():
-        module = transformers.AutoModelForCausalLM.from_config(loaded, dtype=torch.bfloat16)
+    with less_of_torch():  # its compiler takes longer to import than all the rest
+        import torch
+        import transformers
+        from accelerate import init_empty_weights
+
+        loaded = transformers.AutoConfig.from_pretrained(folder)
+        with init_empty_weights():
+            module = transformers.AutoModelForCausalLM.from_config(loaded, dtype=torch.bfloat16)
     tied = getattr(loaded, "tie_word_embeddings", False)
     shapes = {name: tuple(each.shape) for name, each in module.state_dict().items()}
     shapes = {name: shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")}
