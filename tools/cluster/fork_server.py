@@ -1,10 +1,11 @@
 """Processes of kvforge for tests, without the seconds that each needs for its imports.
 
-A test process starts up to two fork servers. One imports the modules of `python -m kvforge.worker`, the other those of
-the coordinator and the gateway, which are smaller. Then they only fork: a child runs a module as `__main__`, with the
-given arguments, environment and outputs. The child is an ordinary process of that module, with its own process id,
-command line, signals and exit status. A gateway forks its text helpers too (`forked_text.py`). Tests with systemd or
-an explicit start, and some with `kvforge up`, cover the start in a fresh interpreter; `forked_up.py` has the others.
+A test process starts up to two fork servers. One imports the modules of `python -m kvforge.worker` and loads a tiny
+model, the other imports the coordinator and the gateway, which are smaller. Then they only fork: a child runs a module
+as `__main__`, with the given arguments, environment and outputs. The child is an ordinary process of that module, with
+its own process id, command line, signals and exit status. A gateway forks its text helpers too (`forked_text.py`).
+Tests with systemd or an explicit start, and some with `kvforge up`, cover the start in a fresh interpreter;
+`forked_up.py` has the others. `tests/integration/test_forked_worker.py` compares both.
 """
 
 from __future__ import annotations
@@ -215,6 +216,7 @@ def _import_all(imports: str) -> None:
             import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
             _import_what_any_model_needs()
+            _load_a_model()
             _keep_library_pages()
         else:
             _import_services()
@@ -280,6 +282,18 @@ def _import_what_any_model_needs() -> None:
         for kernel in vars(importlib.import_module(f"kvforge.worker.cpu.{name}")).values():
             if isinstance(kernel, CpuKernel):
                 kernel.load()
+
+
+def _load_a_model() -> None:
+    """Load a tiny model: torch and oneDNN prepare much at their first use, a third of the time of such a load."""
+    from kvforge.worker.device.device import open_device
+    from kvforge.worker.loading.load import load_model
+
+    from .running import tiny_model
+
+    with tempfile.TemporaryDirectory(prefix="kvf-") as folder:
+        model = tiny_model(Path(folder))
+        load_model(model, load_format="dummy", dtype="float32", device=open_device("cpu"), block_size=16)
 
 
 def _keep_library_pages() -> None:
