@@ -81,6 +81,7 @@ def is_described(saved: Callable[[str, str], Path], cpu: Device) -> Callable[[st
     return load
 
 
+@pytest.mark.usefixtures("quick_loads")
 @pytest.mark.parametrize("name", DESCRIBED)
 @torch.inference_mode()
 def test_a_described_decoder_computes_transformers_layers(
