@@ -25,6 +25,7 @@ from kvforge.worker.step import draft_passes
 from kvforge.worker.step.draft_passes import DraftPasses
 from kvforge.worker.step.host_transfers import HostTransfers
 from kvforge.worker.step.runner import StepOutcome
+from tests.pairs import every_pair
 from tests.worker.eagle_checkpoints import EAGLE, EagleReference, write_eagle
 from tests.worker.head_checkpoints import MtpReference, write_mtp, write_right_mtp
 from tests.worker.step.test_draft_model import drafter_of, nan_pool, proposed, without_lookup
@@ -128,8 +129,7 @@ def some(count: int) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_proposals_behind_steps_without_any_are_right(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +145,7 @@ def test_proposals_behind_steps_without_any_are_right(
     bench.rows.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_verified_drafts_are_caught_up_with_the_states_of_the_model(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,8 +176,7 @@ def test_verified_drafts_are_caught_up_with_the_states_of_the_model(
     bench.rows.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_what_a_proposal_catches_up_is_bounded(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,8 +199,7 @@ def test_what_a_proposal_catches_up_is_bounded(
     bench.rows.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_steps_of_generated_tokens_compute_nothing_for_what_drafts(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,8 +241,7 @@ def fork(bench: Bench, parent: Answer, child: Answer, shared: int, **fields: Any
     assert mine == bench.reference([*prompt, *child.tokens], len(mine))
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 @pytest.mark.parametrize("behind", [0, 2])
 def test_forks_of_generated_tokens_bring_what_they_lack(
     behind: int, kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
@@ -264,8 +260,7 @@ def test_forks_of_generated_tokens_bring_what_they_lack(
     bench.rows.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_prompts_go_on_behind_generated_blocks(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,8 +320,7 @@ def test_blocks_of_another_tier_bring_what_they_lack(
     bench.rows.close()
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "graphs"), every_pair(KINDS, [False, True]))
 def test_steps_in_flight_write_tokens_that_only_the_device_knows(
     kind: str, graphs: bool, drafted: Callable[[str], Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
