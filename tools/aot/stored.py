@@ -15,7 +15,7 @@ import torch
 from kvforge.worker.attention import KvLayer
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.activations import SILU
-from kvforge.worker.kernels.code_tables import WORDS, unit_columns
+from kvforge.worker.kernels.code_tables import WORDS, span_of, unit_columns
 from kvforge.worker.kernels.expert_sort import Blocks
 from kvforge.worker.kernels.grouped import Gating
 from kvforge.worker.kernels.project import HEAD_SIZES
@@ -49,10 +49,10 @@ class CodeLayout:
 
     def codes(self, n: int, k: int, experts: tuple[int, ...] = ()) -> Codes:
         """Return codes without memory."""
-        words = meta_tensor(*experts, k // unit_columns(self.code), n, WORDS, dtype=I16)
-        groups = k // self.group if self.group else 1
+        groups, units = k // self.group if self.group else 1, k // unit_columns(self.code)
+        span = span_of(self.code, k, groups)
+        words = meta_tensor(*experts, units // span, n, span * WORDS, dtype=I16)
         scales = meta_tensor(*experts, groups, -(-n // self.shared), dtype=F32)
-        units = words.shape[-3]
         rows = {"factors": units, "exponents": -(-units // 2)}.get(self.extra, groups)
         extras: dict[str, Any] = (
             {self.extra: meta_tensor(*experts, rows, n, dtype=EXTRA_TYPES[self.extra])} if self.extra else {}

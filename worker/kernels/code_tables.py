@@ -10,7 +10,9 @@
 
 Codes are stored in words of 16 bits in an order that kernels unpack without moving numbers between threads: a word has
 two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. A unit is the codes of 16 words of a
-row, 32 or 64 columns; units of the same columns are adjacent, so that a tile of rows is read as one piece of memory.
+row, 32 or 64 columns. A span is the units of a row that a product reads in one step; the spans of the same columns are
+adjacent, row by row. Eight threads of a load then share a line of the cache: where they shared two or four, an H200
+read 8-bit codes at 67 % of its bandwidth, and reads them at 87 % now (benchmarks/gpu_read_order.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import torch
 
 WORDS = 16  # words of a unit, which are 16 columns of each tile
+SPAN_COLUMNS = 128  # most of a span
 CODES = {"int8": 2, "e4m3": 2, "int4": 4, "e2m1": 4, "nf4": 4, "iq4": 4}  # codes of a word
 NAMES = {"int8": "int8", "e4m3": "fp8", "int4": "int4", "e2m1": "mxfp4", "nf4": "nf4", "iq4": "iq4"}  # for people
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -35,6 +38,21 @@ ZERO = 8  # the code of 0 in int4 without zeros
 def unit_columns(code: str) -> int:
     """Return the columns of a unit: k of a weight must be a multiple of it."""
     return WORDS * CODES[code]
+
+
+def span_of(code: str, k: int, groups: int = 1) -> int:
+    """Return the units of a span: those of a step of products, which are columns of one group.
+
+    Args:
+        code: A key of `CODES`.
+        k: Columns of the matrix.
+        groups: Groups with a scale in a row. Those of e2m1 smaller than a unit are factors of its numbers, and do not
+            count.
+    """
+    unit, group = unit_columns(code), k // groups
+    group = k if code == "e2m1" and group < unit else group
+    sizes = (SPAN_COLUMNS, SPAN_COLUMNS // 2, unit)
+    return next((size // unit for size in sizes if size >= unit and group % size == 0), 1)
 
 
 def numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None, zero: int = ZERO) -> torch.Tensor:
@@ -61,29 +79,38 @@ def numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None, zero:
     return by_group.sub_(zeros.float().transpose(-1, -2)[..., None]).flatten(-2)
 
 
-def pack(codes: torch.Tensor, code: str) -> torch.Tensor:
+def pack(codes: torch.Tensor, code: str, groups: int = 1) -> torch.Tensor:
     """Pack codes.
 
     Args:
         codes: [..., n, k] uint8, one code each; k is a multiple of `unit_columns`.
         code: A key of `CODES`.
+        groups: See `span_of`.
 
     Returns:
-        [..., k / unit, n, WORDS] int16.
+        [..., spans, n, words of a span] int16.
     """
-    count = CODES[code]
+    count, span = CODES[code], span_of(code, codes.shape[-1], groups)
     bits = 16 // count
     parts = codes.unflatten(-1, (-1, count, WORDS)).unbind(-2)  # [..., n, units, WORDS] each
     words = torch.zeros(parts[0].shape, dtype=torch.int32, device=codes.device)
     for place, part in enumerate(parts):
         words |= part.int() << (bits * place)
-    return words.to(torch.int16).transpose(-2, -3).contiguous()
+    return words.to(torch.int16).flatten(-2).unflatten(-1, (-1, span * WORDS)).transpose(-2, -3).contiguous()
+
+
+def narrow_spans(words: torch.Tensor, span: int) -> torch.Tensor:
+    """Return words [..., spans, n, words of a span] with spans of `span` units, a divisor of those they have."""
+    if words.shape[-1] == span * WORDS:
+        return words
+    apart = words.unflatten(-1, (-1, span * WORDS)).transpose(-2, -3)  # [..., spans, pieces, n, words]
+    return apart.flatten(-4, -3).contiguous()
 
 
 def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
-    """Return the codes [..., n, k] uint8 of words [..., k / unit, n, WORDS]."""
+    """Return the codes [..., n, k] uint8 of words [..., spans, n, words of a span]."""
     count = CODES[code]
     bits = 16 // count
-    wide = words.transpose(-2, -3).int() & 0xFFFF
+    wide = words.transpose(-2, -3).int().unflatten(-1, (-1, WORDS)).flatten(-3, -2) & 0xFFFF  # [..., n, units, WORDS]
     parts = [((wide >> (bits * place)) & ((1 << bits) - 1)).to(torch.uint8) for place in range(count)]
     return torch.stack(parts, -2).flatten(-3)

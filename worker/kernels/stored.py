@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Self
 
 import torch
 
-from .code_tables import NAMES, WORDS, ZERO, numbers_of, pack, unit_columns, unpack
+from .code_tables import CODES, NAMES, WORDS, ZERO, narrow_spans, numbers_of, pack, unit_columns, unpack
 from .quantised import QuantisedWeight
 from .stored_exponents import EXPONENT_COLUMNS, exponents_of, powers_of
 
@@ -28,7 +29,7 @@ class Codes:
 
     Attributes:
         code: A key of `CODES`.
-        words: [(experts,) k / unit, n, WORDS] int16.
+        words: [(experts,) spans, n, words of a span] int16; see `code_tables`.
         scales: [(experts,) groups, n / scaled_rows] float32, each of k / groups columns.
         zeros: [(experts,) groups, n] uint8: the codes of 0 in int4; None: `ZERO`, with lows 0.
         scaled_rows: Rows that share a scale.
@@ -56,8 +57,13 @@ class Codes:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix: [(experts,) n, k]."""
-        *experts, units, n, _ = self.words.shape
-        return (*experts, n, units * unit_columns(self.code))
+        *experts, spans, n, words = self.words.shape
+        return (*experts, n, spans * words * CODES[self.code])
+
+    @property
+    def span(self) -> int:
+        """Units of a span."""
+        return self.words.shape[-1] // WORDS
 
     @property
     def group(self) -> int:
@@ -138,7 +144,9 @@ class Codes:
             problem = "are in the order of activations" if self.order is not None else f"come in steps of {step}"
             raise ValueError(f"its {k} columns {problem}, and cannot be cut at {first} and {stop}")
         units = slice(first // unit, stop // unit)
-        words = self.words[..., units, :, :].contiguous()
+        span = gcd(self.span, units.start, units.stop)
+        spans = slice(units.start // span, units.stop // span)
+        words = narrow_spans(self.words, span)[..., spans, :, :].contiguous()
         if self.factors is not None:
             return replace(self, words=words, factors=self.factors[..., units, :].contiguous())
         if self.exponents is not None:
@@ -191,10 +199,13 @@ def stack_experts(parts: Sequence[Codes]) -> Codes:
 
 
 def _alike(parts: Sequence[Codes]) -> list[Codes]:
-    """Return the parts with the same rows for a scale, and zeros in all of them or in none."""
+    """Return the parts with the same spans and rows for a scale, and zeros in all or in none."""
     found = list(parts)
     if any(each.scaled_rows != found[0].scaled_rows or each.shape[-2] % each.scaled_rows for each in found):
         found = [by_row(each) for each in found]
+    span = gcd(*(each.span for each in found))
+    if any(each.span != span for each in found):
+        found = [replace(each, words=narrow_spans(each.words, span)) for each in found]
     if any(each.zeros is not None for each in found):
         found = [replace(each, zeros=_zeros_of(each)) for each in found]
     return found
@@ -328,7 +339,7 @@ def as_int8(codes: Codes) -> Codes | None:
     numbers = numbers_of(unpack(codes.words, codes.code), codes.code, codes.zeros, zero)
     octets = (numbers * 2 if doubled else numbers).to(torch.int8).view(torch.uint8)
     scales = codes.scales / 2 if doubled else codes.scales
-    return replace(codes, code="int8", words=pack(octets, "int8"), scales=scales, zeros=None)
+    return replace(codes, code="int8", words=pack(octets, "int8", scales.shape[-2]), scales=scales, zeros=None)
 
 
 def _same_order(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -399,7 +410,7 @@ def _quantised(weight: torch.Tensor, code: str, group: int) -> tuple[torch.Tenso
         codes = levels.round_().to(torch.int8).view(torch.uint8)
     else:
         codes = levels.round_().add_(ZERO).to(torch.uint8)
-    return pack(codes.flatten(-2), code), scales.t().contiguous()
+    return pack(codes.flatten(-2), code, scales.shape[1]), scales.t().contiguous()
 
 
 def code_name(weight: torch.Tensor) -> str:

@@ -53,6 +53,7 @@ def stored_experts_kernel(
     DOWN: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
+    SPAN: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
@@ -74,8 +75,8 @@ def stored_experts_kernel(
 ):
     """Multiply each block of pairs by the weights of its expert. Grid: [blocks x tiles of rows, blocks first].
 
-    x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. words: [experts, units, n, 16] int16.
-    scales: [experts, groups, scaled] float32. extras: [experts, groups, n], of factors [experts, units, n], of
+    x: [tokens, k], or [pairs, k] if DOWN; x_stride elements from row to row. words: [experts, spans, n, span]
+    int16. scales: [experts, groups, scaled] float32. extras: [experts, groups, n], of factors [experts, units, n], of
     exponents half as many. bias: [experts, n]. n: rows of the weight: results, or twice as many if GATED. order,
     blocks: see Blocks. width: experts per token. output: [pairs, results], or [width, tokens, results] if DOWN.
     factors: [pairs] float32, factors of the output if DOWN. For the others see `grouped_kernel` and `stored_kernel`.
@@ -95,8 +96,8 @@ def stored_experts_kernel(
         # The inputs of `order` and `blocks` are ready: the kernel before has waited for them.
         first_expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if first_expert >= 0:
-            of_rows = words + (first_expert.to(tl.int64) * units * n + rows[:, None]) * _WORDS
-            fetch_first(of_rows, 0, turn, STEPS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH)
+            of_rows = words + first_expert.to(tl.int64) * units * n * _WORDS + rows[:, None] * (SPAN * _WORDS)
+            fetch_first(of_rows, 0, turn, STEPS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
     wait_for_inputs(OVERLAP)
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
@@ -116,11 +117,12 @@ def stored_experts_kernel(
         fetch_groups(
             scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
         )  # fmt: skip
-    words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * _WORDS
+    words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * (SPAN * _WORDS)
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
         words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, STEPS - 1, n, scaled, STEPS,
-        TOGETHER, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+        TOGETHER, CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS,
+        STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     narrow = output.dtype.element_ty
@@ -219,7 +221,7 @@ def _multiply(
     tokens: int,
     tokens_per_block: int,
 ) -> None:
-    _, units, n, _ = codes.words.shape
+    _, spans, n, _ = codes.words.shape
     _, groups, scaled = codes.scales.shape
     gated = gating is not None and gating.gated
     depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
@@ -242,7 +244,7 @@ def _multiply(
         tokens,
         width,
         n,
-        units,
+        spans * codes.span,
         groups,
         scaled,
         row_stride(x),
@@ -253,6 +255,7 @@ def _multiply(
         DOWN=gating is None,
         CODE=codes.code,
         SETS=CODES[codes.code],
+        SPAN=codes.span,
         DEPTH=depth,
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,

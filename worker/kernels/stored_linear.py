@@ -75,6 +75,7 @@ def stored_kernel(
     TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
+    SPAN: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
@@ -94,12 +95,12 @@ def stored_kernel(
 ):
     """Multiply x by a weight in codes. Grid: [blocks of results, parts if SPLIT, blocks of tokens].
 
-    x: [tokens, k], x_stride elements from token to token. words: [k / unit, n, 16] int16. scales: [groups, scaled]
-    float32. extras: [groups, n], see `load_extra`; of factors [k / unit, n], of exponents half as many, see
+    x: [tokens, k], x_stride elements from token to token. words: [spans, n, words of a span] int16. scales: [groups,
+    scaled] float32. extras: [groups, n], see `load_extra`; of factors [k / unit, n], of exponents half as many, see
     `load_factors`. bias: [n], added to part 0. output: [parts if SPLIT, tokens, results], contiguous. n: rows of the
     weight: results, or twice as many if GATED, the gate first. STEPS: steps of DEPTH columns in one part. PARTS: parts
-    of the inner dimension, added here unless SPLIT. SETS: codes of a word. TOGETHER, GROUP, PADDED and HALF: see
-    `stored_sum`. KIND, alpha, limit: see Activation; "": none.
+    of the inner dimension, added here unless SPLIT. SETS: codes of a word. SPAN: units of a span. TOGETHER, GROUP,
+    PADDED and HALF: see `stored_sum`. KIND, alpha, limit: see Activation; "": none.
     """
     NUMBERS: tl.constexpr = ROWS // 2 if GATED else ROWS
     results = n // 2 if GATED else n
@@ -107,13 +108,13 @@ def stored_kernel(
     columns = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     # Rows outside repeat the last one, and are not stored.
     rows = tl.minimum(tl.program_id(0) * NUMBERS + local % NUMBERS, results - 1) + local // NUMBERS * results
-    words_at = words + rows[:, None].to(tl.int64) * _WORDS
+    words_at = words + rows[:, None].to(tl.int64) * (SPAN * _WORDS)
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     turn = tl.program_id(0) * ROWS // _TURNED
     inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
         fetch_first(
-            words_at, tl.program_id(1) * STEPS, turn, STEPS * PARTS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH
+            words_at, tl.program_id(1) * STEPS, turn, STEPS * PARTS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH
         )
         # The weight's rows as above, every eighth.
         eighth = tl.arange(0, ROWS // 8) * 8
@@ -128,7 +129,8 @@ def stored_kernel(
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
             words_at, x_rows, inside, scales, extras, rows, begin, turn, STEPS * PARTS - 1, n, scaled, STEPS,
-            TOGETHER, CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+            TOGETHER, CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS,
+            STAGES,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + rows, mask=local < tl.where(begin == 0, ROWS, 0), other=0.0)
@@ -296,6 +298,7 @@ def stored_linear(
         TOGETHER=steps_together(codes, steps, tiles, columns, launch.target),
         CODE=codes.code,
         SETS=CODES[codes.code],
+        SPAN=codes.span,
         DEPTH=depth,
         GROUP=group,
         SCALED_ROWS=codes.scaled_rows,

@@ -56,6 +56,7 @@ def stored_project_kernel(
     TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
+    SPAN: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
@@ -84,11 +85,11 @@ def stored_project_kernel(
     rows = head * HEAD_SIZE + i // 8 % 2 * (HEAD_SIZE // 2) + first_pair + i // 16 * 8 + i % 8
     columns = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     inside = columns < tokens
-    words_at = words + rows[:, None].to(tl.int64) * _WORDS
+    words_at = words + rows[:, None].to(tl.int64) * (SPAN * _WORDS)
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
-        fetch_first(words_at, 0, turn, STEPS - 1, n, STEPS, SETS, DEPTH, PADDED, PREFETCH)
+        fetch_first(words_at, 0, turn, STEPS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
         eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
         lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
         fetch_groups(
@@ -97,7 +98,7 @@ def stored_project_kernel(
     wait_for_inputs(OVERLAP)
     total = stored_sum(
         words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, STEPS - 1, n, scaled, STEPS, TOGETHER,
-        CODE, SETS, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
+        CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -160,6 +161,7 @@ def project_codes(
         TOGETHER=steps_together(codes, steps, tiles, ALONE_COLUMNS if tokens <= 16 else COLUMNS, launch.target),
         CODE=codes.code,
         SETS=CODES[codes.code],
+        SPAN=codes.span,
         DEPTH=depth,
         GROUP=group_steps(codes, launch.target),
         SCALED_ROWS=codes.scaled_rows,

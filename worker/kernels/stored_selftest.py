@@ -131,7 +131,7 @@ def _random_codes(n: int, k: int, kind: str, group: int, experts: tuple[int, ...
     if extra == "exponents":  # four of 2 ** -9 to 2 ** -2
         four = (whole(8, -(-k // unit_columns(code) // 2), n, 4) + 118).to(torch.uint8)
         exponents = four.view(torch.int32).squeeze(-1)
-    return Codes(code, pack(codes, code), scales, zeros, lows=lows, factors=factors, exponents=exponents)
+    return Codes(code, pack(codes, code, groups), scales, zeros, lows=lows, factors=factors, exponents=exponents)
 
 
 def _difference(run: object, operations: LayerOperations, tolerance: float) -> str:

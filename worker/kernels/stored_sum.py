@@ -220,6 +220,7 @@ def fetch_first(
     n,
     STEPS: tl.constexpr,
     SETS: tl.constexpr,
+    SPAN: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -231,7 +232,8 @@ def fetch_first(
         units = step * UNITS + tl.arange(0, UNITS)
         if PADDED:
             units = tl.minimum(units, last * UNITS)
-        prefetch(words_at + units.to(tl.int64)[None, :] * n * _WORDS)
+        spans = (units // SPAN).to(tl.int64) * n * SPAN
+        prefetch(words_at + (spans + units % SPAN)[None, :] * _WORDS)
 
 
 @triton.jit
@@ -312,6 +314,16 @@ def load_groups(
 
 
 @triton.jit
+def _words_before(step, n, UNITS: tl.constexpr, SPAN: tl.constexpr):
+    """Return how far the words of a row in a step of UNITS units lie behind the first words of the row."""
+    if UNITS >= SPAN:
+        return step * (tl.cast(UNITS * _WORDS, tl.int64) * n)
+    else:
+        unit = step * UNITS
+        return (unit // SPAN) * (tl.cast(SPAN * _WORDS, tl.int64) * n) + unit % SPAN * _WORDS
+
+
+@triton.jit
 def stored_sum(
     words_at,
     x_rows,
@@ -328,6 +340,7 @@ def stored_sum(
     TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
+    SPAN: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED_ROWS: tl.constexpr,
@@ -350,13 +363,13 @@ def stored_sum(
     x is float16. JOIN: see `multiply_words`. For others see `stored_kernel`.
     """
     COLUMNS: tl.constexpr = DEPTH // SETS
+    SPAN_WORDS: tl.constexpr = SPAN * _WORDS
     POLICY: tl.constexpr = "evict_first" if TOKENS == 16 else ""
     OF_STEPS: tl.constexpr = EXTRA == "factors" or EXTRA == "exponents"
     VECTORS: tl.constexpr = 4 if GROUP < 0 else 2  # of a step, from `load_groups`
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     units = tl.arange(0, COLUMNS)
-    at = words_at + (units // _WORDS).to(tl.int64)[None, :] * n * _WORDS + (units % _WORDS)[None, :]
-    step_words = tl.cast(COLUMNS, tl.int64) * n
+    at = words_at + (units // SPAN_WORDS).to(tl.int64)[None, :] * n * SPAN_WORDS + (units % SPAN_WORDS)[None, :]
     of_rows = scales + rows // SCALED_ROWS
     turn = turn % STEPS
     if GROUP == 0:
@@ -380,13 +393,14 @@ def stored_sum(
         products = ()
         for ahead in tl.static_range(TOGETHER):
             step = begin + tl.where(first + ahead < STEPS, first + ahead, first + ahead - STEPS)
+            before = _words_before(step, n, COLUMNS // _WORDS, SPAN)
             if PADDED:
                 count = tl.where(step < last, DEPTH, DEPTH // 2)
                 exist = (units < count // SETS)[None, :]
-                words = tl.load(at + step * step_words, mask=exist, other=0, eviction_policy=POLICY)
+                words = tl.load(at + before, mask=exist, other=0, eviction_policy=POLICY)
             else:
                 count = DEPTH
-                words = tl.load(at + step * step_words, eviction_policy=POLICY)
+                words = tl.load(at + before, eviction_policy=POLICY)
             if OF_STEPS:
                 extra = load_factors(extras, step, n, rows, EXTRA, COLUMNS // _WORDS)
             elif GROUP == 0:

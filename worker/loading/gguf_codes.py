@@ -48,7 +48,7 @@ def codes_of_rows(octets: torch.Tensor, type_name: str) -> Codes:
     if not bool(scales.isfinite().all()) or (lows is not None and not bool(lows.isfinite().all())):
         raise ValueError("holds a scale that is not finite")
     of_groups = None if lows is None else lows.t().contiguous()
-    return Codes(code, pack(codes, code), scales.t().contiguous(), lows=of_groups, format=type_name)
+    return Codes(code, pack(codes, code, scales.shape[1]), scales.t().contiguous(), lows=of_groups, format=type_name)
 
 
 def _floats(octets: torch.Tensor) -> torch.Tensor:

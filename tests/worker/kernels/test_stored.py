@@ -16,7 +16,7 @@ from kvforge.worker.device.device import open_device
 from kvforge.worker.device.targets import TARGETS, current_target
 from kvforge.worker.kernels import stored_linear as module
 from kvforge.worker.kernels.activations import SILU, Activation
-from kvforge.worker.kernels.code_tables import CODES, pack, unit_columns, unpack
+from kvforge.worker.kernels.code_tables import CODES, SPAN_COLUMNS, narrow_spans, pack, span_of, unit_columns, unpack
 from kvforge.worker.kernels.launching import LaunchSettings
 from kvforge.worker.kernels.stored import (
     Codes,
@@ -76,7 +76,8 @@ def random_codes(n: int, k: int, layout: Layout, seed: int = 0, experts: tuple[i
     if extra == "exponents":  # powers from 2 ** -20 to 2 ** -5
         four = torch.randint(16, (*experts, -(-k // unit_columns(code) // 2), n, 4), generator=generator) + 107
         exponents = four.to(torch.uint8).view(torch.int32).squeeze(-1)
-    found = Codes(code, pack(codes, code), scales, zeros, scaled_rows, lows=lows, factors=factors, exponents=exponents)
+    words = pack(codes, code, groups)
+    found = Codes(code, words, scales, zeros, scaled_rows, lows=lows, factors=factors, exponents=exponents)
     return found.to(DEVICE.torch_device)
 
 
@@ -91,12 +92,36 @@ def launched(multiprocessors: int = 3, joins: bool = False) -> LaunchSettings:
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_packing_keeps_every_code(code: str) -> None:
-    unit = unit_columns(code)
-    codes = torch.randint(256 if CODES[code] == 2 else 16, (2, 5, 3 * unit), dtype=torch.uint8)
+@pytest.mark.parametrize(("units", "span"), [(3, 1), (2, 2), (8, 4)])
+def test_packing_keeps_every_code(code: str, units: int, span: int) -> None:
+    span = min(span, SPAN_COLUMNS // unit_columns(code))
+    codes = torch.randint(256 if CODES[code] == 2 else 16, (2, 5, units * unit_columns(code)), dtype=torch.uint8)
     words = pack(codes, code)
-    assert words.shape == (2, 3, 5, 16)
+    assert words.shape == (2, units // span, 5, 16 * span)
     assert torch.equal(unpack(words, code), codes)
+    assert torch.equal(
+        narrow_spans(words, 1), torch.cat([pack(each, code) for each in codes.split(unit_columns(code), -1)], 1)
+    )
+    assert torch.equal(unpack(narrow_spans(words, 1), code), codes)
+
+
+def test_a_span_is_a_step_of_a_group() -> None:
+    assert [span_of("int8", 4096, groups) for groups in (1, 32, 64, 128, 256)] == [4, 4, 2, 1, 1]
+    assert [span_of("int4", 4096, groups) for groups in (1, 32, 64, 128)] == [2, 2, 1, 1]
+    assert [span_of("e2m1", k, k // 32) for k in (4096, 2880)] == [2, 1]
+
+
+@runs_kernels
+@each_layout
+def test_the_bits_do_not_depend_on_spans(layout: Layout) -> None:
+    codes, dtype = random_codes(64, 512, layout), DTYPES[-1]
+    x = torch.randn(3, 512, dtype=dtype, device=DEVICE.torch_device)
+    narrow = replace(codes, words=narrow_spans(codes.words, 1))
+    assert torch.equal(narrow.widened(), codes.widened())
+    found = [stored_linear(launched(), x, each, None, torch.float32) for each in (codes, narrow)]
+    assert torch.equal(*found)
+    joined = join_rows([codes, narrow])
+    assert joined is not None and torch.equal(joined.widened(), codes.widened().repeat(2, 1))
 
 
 def test_codes_are_the_numbers_of_their_format() -> None:
@@ -153,6 +178,9 @@ def test_columns_are_cut_and_rows_ordered(layout: Layout) -> None:
     codes = random_codes(64, 512, layout)
     numbers = codes.widened()
     assert torch.equal(codes.columns(128, 384).widened(), numbers[:, 128:384])
+    if codes.group == 512 and codes.exponents is None:  # inside of a span
+        unit = unit_columns(codes.code)
+        assert torch.equal(codes.columns(unit, 512 - unit).widened(), numbers[:, unit : 512 - unit])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     assert torch.equal(codes.in_row_order(order).widened(), numbers[order])
     experts = stack_experts([codes, random_codes(64, 512, layout, 1)])

@@ -64,7 +64,8 @@ class Awq:
             return unpacked(words, 4).unflatten(-1, (-1, WORD))[..., order].flatten(-2)
 
         codes = in_order(tensors["qweight"]).t().contiguous()
-        return Codes("int4", pack(codes, "int4"), tensors["scales"].float(), in_order(tensors["qzeros"]))
+        scales = tensors["scales"].float()
+        return Codes("int4", pack(codes, "int4", len(scales)), scales, in_order(tensors["qzeros"]))
 
 
 def parse(values: Mapping[str, Any], model: str) -> Awq:

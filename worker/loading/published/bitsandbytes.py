@@ -89,7 +89,8 @@ class BitsAndBytes:
             raise ValueError(f"weight.absmax has {len(scales)} blocks, and not of {state.get('blocksize')!r} numbers")
         octets = tensors["weight"].view(n, k // 2)
         codes = torch.stack((octets >> 4, octets & 15), -1).flatten(-2)
-        return Codes("nf4", pack(codes, "nf4"), by_group(scales.view(n, -1)))
+        scales = by_group(scales.view(n, -1))
+        return Codes("nf4", pack(codes, "nf4", len(scales)), scales)
 
 
 def _state(octets: torch.Tensor) -> dict[str, Any]:

@@ -114,11 +114,11 @@ class PackQuantized:
         codes = codes if order is None else codes[:, order]
         scales = by_group(tensors["weight_scale"])
         if self.bits == 8:
-            return Codes("int8", pack(codes ^ 128, "int8"), scales, order=order)
+            return Codes("int8", pack(codes ^ 128, "int8", len(scales)), scales, order=order)
         zeros = None
         if self.has_zeros:
             zeros = unpacked(tensors["weight_zero_point"].t().contiguous(), 4)[:, :n].contiguous()
-        return Codes("int4", pack(codes, "int4"), scales, zeros, order=order)
+        return Codes("int4", pack(codes, "int4", len(scales)), scales, zeros, order=order)
 
 
 def parse(values: Mapping[str, Any], model: str) -> Fp8 | IntQuantized | PackQuantized | Nvfp4:

@@ -64,13 +64,12 @@ class Fp8:
         if bool((codes & BROKEN == BROKEN).any()):
             raise ValueError("weight holds NaN")
         scales = next(tensors[each] for each in NAMES if each in tensors).float()
-        words = pack(codes, "e4m3")
         if self.block is None:
-            return Codes("e4m3", words, scales.reshape(1, -1).expand(1, n).contiguous())
+            return Codes("e4m3", pack(codes, "e4m3"), scales.reshape(1, -1).expand(1, n).contiguous())
         rows, columns = self.block
         if k % columns:
             raise ValueError(f"weight has {k} columns, which blocks of {columns} do not divide")
-        return Codes("e4m3", words, scales.t().contiguous(), scaled_rows=rows)
+        return Codes("e4m3", pack(codes, "e4m3", k // columns), scales.t().contiguous(), scaled_rows=rows)
 
 
 def parse(values: Mapping[str, Any], model: str) -> Fp8:

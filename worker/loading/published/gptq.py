@@ -80,10 +80,10 @@ class Gptq:
                 raise ValueError("qzeros has a zero of 16, which no code of 4 bits reaches")
             symmetric = bool((zeros == ZERO).all())
             of_codes = None if symmetric else zeros.to(torch.uint8)
-            return Codes("int4", pack(codes, "int4"), scales, of_codes, order=order)
+            return Codes("int4", pack(codes, "int4", len(scales)), scales, of_codes, order=order)
         if not bool((zeros == 128).all()):
             raise ValueError("qzeros of 8 bits has other zeros than 128, which kvforge does not read")
-        return Codes("int8", pack(codes ^ 128, "int8"), scales, order=order)
+        return Codes("int8", pack(codes ^ 128, "int8", len(scales)), scales, order=order)
 
 
 def order_of(groups: torch.Tensor, group: int) -> torch.Tensor | None:

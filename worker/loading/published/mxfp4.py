@@ -60,7 +60,7 @@ def codes_of_experts(blocks: torch.Tensor, scales: torch.Tensor) -> Codes:
     """
     if bool((scales == 255).any()):
         raise ValueError("scales holds NaN")
-    words = [pack(torch.stack((each & 15, each >> 4), -1).flatten(-3), "e2m1") for each in blocks]
+    words = [pack(torch.stack((each & 15, each >> 4), -1).flatten(-3), "e2m1", scales.shape[-1]) for each in blocks]
     factors = torch.exp2(scales.float() - BIAS).transpose(1, 2).contiguous()
     return Codes("e2m1", torch.stack(words), factors)
 
