@@ -60,11 +60,12 @@ FORMATS = {
 PERIOD = 2  # layers with windows and without take turns in gpt-oss
 # Rows, tokens, warps, stages. On Hopper all have the same bits.
 SWEPT = {
-    16: ((64, 16, 4, 4), (64, 16, 4, 6), (128, 16, 4, 4), (128, 16, 8, 4)),
-    64: ((64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (256, 64, 8, 3)),
+    8: ((64, 8, 4, 4), (64, 8, 4, 6), (64, 8, 2, 4), (32, 8, 2, 4), (64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 2, 4)),
+    16: ((64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 2, 4), (64, 8, 4, 4), (128, 16, 8, 4)),
+    64: ((64, 64, 4, 4), (64, 32, 4, 4), (64, 32, 2, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4)),
 }
 SWEPT_EXPERTS = ((64, 4, 4), (64, 4, 6), (64, 4, 9), (128, 4, 4), (128, 8, 4), (128, 8, 6))  # rows, warps, stages
-SHOWN = 4  # fastest tiles of a sweep
+SHOWN = 8  # fastest tiles of a sweep
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,10 @@ def load_with_mxfp4_experts(name: str, device: Device) -> tuple[LoadedModel, Fus
 def random_codes(shape: tuple[int, ...], like: torch.Tensor) -> StoredWeight:
     """Return random mxfp4 experts of a shape [experts, n, k], on the device and in the dtype of `like`, as kept."""
     experts, n, k = shape
-    parts = [pack(torch.randint(16, (n, k), dtype=torch.uint8, device=like.device), "e2m1") for _ in range(experts)]
+    parts = [
+        pack(torch.randint(16, (n, k), dtype=torch.uint8, device=like.device), "e2m1", k // MXFP4_GROUP)
+        for _ in range(experts)
+    ]
     scales = torch.exp2(torch.randint(-10, -6, (experts, k // MXFP4_GROUP, n), device=like.device).float())
     return StoredWeight(with_exponents(Codes("e2m1", torch.stack(parts), scales), like.dtype), like.dtype)
 
@@ -223,7 +227,7 @@ def codes_of_format(n: int, k: int, kind: str, device: torch.device) -> Codes:
     if extra == "factors":  # 0.5 to 7.5
         four = torch.randint(0x30, 0x50, (k // unit_columns(code), n, 4), dtype=torch.uint8, device=device)
         factors = four.view(torch.int32).squeeze(-1)
-    return Codes(code, pack(codes, code), scales, lows=lows, factors=factors)
+    return Codes(code, pack(codes, code, len(scales)), scales, lows=lows, factors=factors)
 
 
 def with_codes(fused: FusedDecoder, kind: str) -> FusedDecoder:
@@ -259,9 +263,11 @@ def swept(device: Device, operation: Operation, fused: FusedDecoder, batch: int)
             ):
                 measure(f"{rows} rows, {warps} warps, {stages} stages")
     else:
-        for rows, tokens, warps, stages in SWEPT[16 if batch <= 16 else 64]:
+        for rows, tokens, warps, stages in next(tiles for most, tiles in SWEPT.items() if batch <= most):
             tiles = StoredTiles(rows, tokens, warps, stages)
-            with patch.object(stored_linear, "tiles_of", lambda *_, tiles=tiles: tiles):
+            with ExitStack() as stack:
+                for module in (stored_linear, stored_project):
+                    stack.enter_context(patch.object(module, "tiles_of", lambda *_, tiles=tiles: tiles))
                 measure(f"{rows} x {tokens}, {warps} warps, {stages} stages")
     yield from sorted(times.items(), key=lambda item: item[1])[:SHOWN]
 
