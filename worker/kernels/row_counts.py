@@ -5,6 +5,9 @@ of a model with four shapes of weights grew by 2 GB once steps had had every num
 are therefore appended, an eighth of the wanted rows at most. Other rows do not change a row's bits. Neither does the
 row count, except for a single row of more than LONG numbers, which oneDNN sums in another order (rounded to 16 bits,
 one number in ten thousand differs): it gets a row of zeros too.
+
+With AVX-512, oneDNN's products of one to three rows take longer than that of four, which reads as much: 1.1 to 1.4
+times (benchmarks/NOTES.md, "Drafts on two quiet cores"). Fewer rows get rows of zeros there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch.nn.functional import pad
 
 COUNTS_PER_DOUBLING = 8
 LONG = 1024
+QUICK_ROWS = 4
 
 
 def row_count(rows: int) -> int:
@@ -25,7 +29,9 @@ def row_count(rows: int) -> int:
 
 
 def least_rows(k: int) -> int:
-    """Return the least number of rows of k numbers that a product must have."""
+    """Return the least number of rows of k numbers that a product must have, or is quicker with."""
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return QUICK_ROWS
     return 2 if k > LONG else 1
 
 

@@ -103,12 +103,20 @@ def test_few_results_have_the_same_bits_among_any_number_of_rows_on_a_gpu(n: int
                 assert same_bits(operations.linear(x[rows], weight), whole[rows]), (count, first)
 
 
-def test_a_long_row_is_never_multiplied_by_itself() -> None:
-    """oneDNN sums a single row of more than a thousand numbers in another order than several."""
-    assert [row_counts.least_rows(k) for k in (64, 1024, 1025, 14336)] == [1, 1, 2, 2]
+@pytest.mark.parametrize(("instructions", "least"), [("AVX2", [1, 1, 2, 2]), ("AVX512", [4, 4, 4, 4])])
+def test_a_long_row_is_never_multiplied_by_itself(
+    instructions: str, least: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN sums a single row of more than a thousand numbers in another order than several.
+
+    With AVX-512, it multiplies four rows in less time than one.
+    """
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    assert [row_counts.least_rows(k) for k in (64, 1024, 1025, 14336)] == least
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert len(row_counts.padded(torch.ones(1, 1536, dtype=dtype))) == 2
-        assert len(row_counts.padded(torch.ones(1, 1024, dtype=dtype))) == 1
+        assert len(row_counts.padded(torch.ones(1, 1536, dtype=dtype))) == least[3]
+        assert len(row_counts.padded(torch.ones(1, 1024, dtype=dtype))) == least[1]
+        assert len(row_counts.padded(torch.ones(5, 1024, dtype=dtype))) == 5
 
 
 def test_a_product_in_a_recurrent_layer_that_depends_on_the_rows_is_found(
