@@ -104,11 +104,11 @@ def _publish_rows(s: Sequences, tables: TablesWriter) -> None:
     tables.row_length[slots] = s.length[slots].astype(np.int32)  # takes less time than a conversion by the assignment
     tables.row_blocks[slots] = s.used[slots].astype(np.int32)
     tables.row_sequence[slots] = s.id[slots]
+    for rings in s.changed_rings:  # first: their row may have states of another model by now
+        tables.write_rings(*rings)
     for slot in s.changed_states:  # whole rows: a step in flight may read blocks that its row has released since
         tables.row_states[slot] = s.state_used[slot]
         tables.state_table[slot] = s.states[slot]
-    for rings in s.changed_rings:
-        tables.write_rings(*rings)
     for rows, columns in s.changed_cells:
         tables.block_table[rows, columns] = s.table[rows, columns]
     tables.end_rows(slots)

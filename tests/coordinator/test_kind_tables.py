@@ -19,6 +19,18 @@ from tests.coordinator.test_windows import windowed
 PROMPTS = [[7 * i % 50 + salt for i in range(41)] for salt in (1, 2, 3)]
 
 
+def tables_of(driver: Driver, folder: Path) -> TablesWriter:
+    bounds = driver.machine.limits.bounds
+    geometry = Geometry(
+        slots=bounds.sequences_max,
+        blocks=bounds.blocks_max,
+        blocks_per_sequence=bounds.blocks_per_sequence_max,
+        block_size=driver.machine.limits.cache.block_size,
+        states_per_sequence=bounds.state_blocks_max,
+    )
+    return TablesWriter(folder / "tables", geometry, "boot")
+
+
 @pytest.mark.parametrize(
     ("make", "kinds"),
     [(stateful, {"kv", "state", "checkpoint"}), (windowed, {"kv", "window"})],
@@ -28,18 +40,7 @@ def test_the_tables_name_the_kind_of_every_block(
     make: Callable[[], tuple[Driver, object]], kinds: set[str], tmp_path: Path
 ) -> None:
     driver, _ = make()
-    cache, bounds = driver.machine.cache, driver.machine.limits.bounds
-    tables = TablesWriter(
-        tmp_path / "tables",
-        Geometry(
-            slots=bounds.sequences_max,
-            blocks=bounds.blocks_max,
-            blocks_per_sequence=bounds.blocks_per_sequence_max,
-            block_size=driver.machine.limits.cache.block_size,
-            states_per_sequence=bounds.state_blocks_max,
-        ),
-        "boot",
-    )
+    cache, tables = driver.machine.cache, tables_of(driver, tmp_path)
     reader, seen = TablesReader(tables.path), set()
     for prompt in (*PROMPTS, PROMPTS[0]):  # the second evicts parts of the first
         driver.submit(prompt, 6)
@@ -53,4 +54,21 @@ def test_the_tables_name_the_kind_of_every_block(
     assert [pool[f"{kind}_blocks"] for kind in BLOCK_KINDS[1:]] == in_use[1:].tolist()
     assert pool["blocks"] - pool["free"] == in_use.sum()
     assert seen == kinds
+    tables.close()
+
+
+def test_a_row_shows_the_states_that_it_got_after_its_window_blocks(tmp_path: Path) -> None:
+    """In one turn a row leaves a model with windows, and begins with the states of another one in the same columns."""
+    driver, _ = windowed()
+    tables, cache = tables_of(driver, tmp_path), driver.machine.cache
+    driver.submit(PROMPTS[0], 6)
+    driver.step()
+    publish(driver.machine, tables, driver.now_us)
+    s, (group,), slot = cache.sequences, cache.groups.values(), np.array([0])
+    cache.windows.put(group, slot, np.array([0]), np.array([7, 8]))
+    s.states[0, :2] = 5, 6
+    s.changed_rows.append(slot)
+    s.changed_states.append(0)
+    publish(driver.machine, tables, driver.now_us)
+    assert tables.state_table[0].tolist() == s.states[0].tolist()
     tables.close()
