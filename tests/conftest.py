@@ -61,14 +61,15 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tier, and put long files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, put long files first, and keep all tests for the checks of `test_tiers.py`."""
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in tiers.LONG)
     for item in items:
         tier = tiers.tier_of(item.nodeid)
         assert tier is not None, item.nodeid
         if item.get_closest_marker("soak") is None:  # single cases of a test may have the mark
             item.add_marker(tier)
+    config.stash[tiers.COLLECTED] = [*items]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,7 @@ import pytest
 from tests import amount, fresh
 from tests.amount import LEFT_OUT, examples
 from tests.fresh import DAY, SEEDS_A_DAY, headline, of_the_day, seeds_of
-from tests.tiers import EXCEPTIONS, FOLDERS, LONG, TIERS, tier_of
+from tests.tiers import COLLECTED, EXCEPTIONS, FOLDERS, LONG, TIERS, tier_of
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = [path.relative_to(REPOSITORY).as_posix() for path in sorted(REPOSITORY.glob("tests/**/test_*.py"))]
@@ -55,7 +55,7 @@ def is_soak_case(item: pytest.Item) -> bool:
 
 
 def test_this_run_marks_each_test_once(request: pytest.FixtureRequest) -> None:
-    for item in request.session.items:
+    for item in request.config.stash[COLLECTED]:
         marks = [mark.name for mark in item.iter_markers() if mark.name in TIERS]
         assert marks == ["soak" if is_soak_case(item) else tier_of(item.nodeid)], item.nodeid
 
@@ -63,7 +63,7 @@ def test_this_run_marks_each_test_once(request: pytest.FixtureRequest) -> None:
 def test_a_test_with_cases_in_soak_has_others(request: pytest.FixtureRequest) -> None:
     """A test with soak cases alone belongs into EXCEPTIONS."""
     cases: dict[str, set[bool]] = {}
-    for item in request.session.items:
+    for item in request.config.stash[COLLECTED]:
         cases.setdefault(item.nodeid.partition("[")[0], set()).add(is_soak_case(item))
     assert [test for test, found in cases.items() if found == {True}] == []
 

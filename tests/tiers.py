@@ -14,6 +14,10 @@ where the other cases have each value of each parameter. `pairs.every_pair` does
 
 from __future__ import annotations
 
+import pytest
+
+# All tests of a run, those that `-m` leaves out included: `make test` finds a wrong tier of a soak test too.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
 FOLDERS = {
     "unit": (
         "tests",
@@ -117,6 +121,7 @@ EXCEPTIONS = {
     "tests/simulation/test_simulation.py::test_every_promise_is_kept_with_more_seeds": "soak",
     "tests/test_resolution.py::test_a_worker_resolves": "soak",
     "tests/test_resolution.py::test_all_extras_resolve": "soak",
+    "tests/worker/attention/test_prefill.py::test_hopper_kernel_uses_groups_of_warps_and_the_copy_engine": "soak",
     "tests/worker/kernels/test_aot.py": "soak",
     "tests/worker/kernels/test_layers_aot.py": "soak",
     # In float32 a third of these changes are torch tests, and in 16 bits those that a weaker check misses first.

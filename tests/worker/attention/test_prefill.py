@@ -357,8 +357,7 @@ print(ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"))
 """
 
 
-@pytest.mark.soak  # a compilation, as in test_aot.py
-def test_hopper_kernel_multiplies_in_groups_of_warps_and_copies_by_the_copy_engine(tmp_path: Path) -> None:
+def test_hopper_kernel_uses_groups_of_warps_and_the_copy_engine(tmp_path: Path) -> None:
     """`test_aot` checks the device limits in every configuration. A separate process, because kernels are interpreted
     here."""
     command = [sys.executable, "-c", COMPILE_FOR_HOPPER]
