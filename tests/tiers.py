@@ -9,7 +9,8 @@
 
 A folder without a tier is an error at collection. EXCEPTIONS holds the files and tests that differ from their folder.
 `pytest.param(..., marks=pytest.mark.soak)` makes a single case of a test a soak test: one of a product of parameters,
-where the other cases have each value of each parameter. `pairs.every_pair` does so for a product of two.
+where the other cases have each value of each parameter. `pairs.every_pair` does so for a product of two, and
+`tests.worker.loading.covering.by_parts` for families of models: the other families have their parts.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ EXCEPTIONS = {
     # In float32 a third of these changes are torch tests, and in 16 bits those that a weaker check misses first.
     "tests/worker/loading/test_families.py::test_any_other_wrong_part_is_caught_in_32_bits": "soak",
     "tests/worker/loading/test_families.py::test_any_other_wrong_part_is_caught_in_16_bits": "soak",
-    # In company six of its kinds are torch tests, one of each style.
+    # In company a covering set of its kinds are torch tests.
     "tests/worker/loading/test_expert_parallel.py::test_other_kinds_have_the_same_bits_in_company": "soak",
     # Four of its ten plans, and all plans with two ranks, are torch tests.
     "tests/worker/loading/test_four_ranks.py::test_with_other_plans_too": "soak",

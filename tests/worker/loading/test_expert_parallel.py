@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvforge.worker.loading.slices import slices_of
 from tests import fresh
 from tests.amount import examples
 from tests.worker.conftest import TINY
+from tests.worker.loading.covering import EXPERTS, by_parts, covering
 from tests.worker.loading.random_models import DESCRIBED, save
 from tests.worker.loading.several import say, several
 
@@ -43,43 +45,55 @@ KINDS = (
     "qwen2_moe",
     "qwen3_moe",
 )
-# In company in `make test`: latents, groups of experts with shared ones, biases and sinks, Granite's factors, layers
-# that transformers runs, and a plain mixture. The other kinds run in company in a soak test, a third on each day.
-IN_COMPANY = ("deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral")
+# In `make test`, in company too: every part that experts and their router have. The other kinds are soak tests, and a
+# third of them runs in company on each day. test_split.py has the other parts of layers.
+FEW = covering(KINDS, within=EXPERTS)
+OTHERS = [kind for kind in KINDS if kind not in FEW]
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}  # for three ranks
 ON_GPUS = ("qwen3_moe", "mixtral", "gpt_oss")
 THROUGH_TRANSFORMERS = ("gemma4 with experts", "minimax_m2", "olmoe")  # see `can_be_split`
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return a checkpoint of each kind."""
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """folder_of(kind) -> its checkpoint, written once."""
     root = tmp_path_factory.mktemp("models")
-    return {
-        kind: save(root / kind.replace(" ", "_"), DESCRIBED[kind][0], {**DESCRIBED[kind][1], **SIZES}) for kind in KINDS
-    }
+
+    @cache
+    def write(kind: str) -> Path:
+        return save(root / kind.replace(" ", "_"), DESCRIBED[kind][0], {**DESCRIBED[kind][1], **SIZES})
+
+    return write
 
 
 def answers(
-    kinds: Sequence[str], folders: dict[str, Path], meeting: Path, in_company: Sequence[str]
+    kinds: Sequence[str], folder_of: Callable[[str], Path], meeting: Path, in_company: bool
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the answers of each of two ranks by kind. One pair of processes loads all models: its start is slow."""
-    models = [(folders[kind], "float32", "dtype") for kind in kinds]
-    company = [COMPANY if kind in in_company else 0 for kind in kinds]
-    told = several(2, models, meeting, asked=2, company=company, expert_parallel=True)
+    models = [(folder_of(kind), "float32", "dtype") for kind in kinds]
+    told = several(2, models, meeting, asked=2, company=COMPANY if in_company else 0, expert_parallel=True)
     return {kind: [rank[place] for rank in told] for place, kind in enumerate(kinds)}
 
 
 @pytest.fixture(scope="module")
-def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return answers(KINDS, folders, tmp_path_factory.mktemp("meeting") / "two", IN_COMPANY)
+def of_two(
+    folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[dict[str, Any]]]:
+    """of_two(kind) -> the answers of each of two ranks: the kinds of `make test` together, and the others together."""
+
+    @cache
+    def answers_of(is_in_few: bool) -> dict[str, list[dict[str, Any]]]:
+        meeting = tmp_path_factory.mktemp("meeting") / "two"
+        return answers(FEW if is_in_few else OTHERS, folder_of, meeting, in_company=is_in_few)
+
+    return lambda kind: answers_of(kind in FEW)[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_parts(KINDS, within=EXPERTS))
 def test_two_ranks_say_what_one_says(
-    kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
+    kind: str, folder_of: Callable[[str], Path], of_two: Callable[[str], list[dict[str, Any]]]
 ) -> None:
-    alone, (first, second) = say(folders[kind], "float32", "dtype", asked=2), of_two[kind]
+    alone, (first, second) = say(folder_of(kind), "float32", "dtype", asked=2), of_two(kind)
     assert "error" not in first, first
     assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
     assert [[token for token, _ in each] for each in first["said"]] == [
@@ -90,10 +104,10 @@ def test_two_ranks_say_what_one_says(
     assert first["determinism"] == alone["determinism"]
 
 
-def test_other_kinds_have_the_same_bits_in_company(folders: dict[str, Path], tmp_path: Path) -> None:
-    others = fresh.of_the_day((kind for kind in KINDS if kind not in IN_COMPANY), 3)
+def test_other_kinds_have_the_same_bits_in_company(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    others = fresh.of_the_day(OTHERS, 3)
     print(others)
-    for first, second in answers(others, folders, tmp_path / "two", others).values():
+    for first, second in answers(others, folder_of, tmp_path / "two", in_company=True).values():
         assert "error" not in first, first
         assert first["company"] == second["company"] == "", "the same bits in every company"
 
@@ -135,9 +149,9 @@ def without_weights(model_type: str, fields: dict[str, Any]) -> Any:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("collectives", ["auto", "nccl"])
-def test_two_gpus_say_what_one_says(collectives: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_two_gpus_say_what_one_says(collectives: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     """In graphs, with sums through each other's memory and through the library."""
-    device, chosen = open_device("cuda"), {kind: folders[kind] for kind in ON_GPUS}
+    device, chosen = open_device("cuda"), {kind: folder_of(kind) for kind in ON_GPUS}
     models = [(folder, "float32", "dtype") for folder in chosen.values()]
     told = several(
         2, models, tmp_path / "here", 2, device="cuda", collectives=collectives, company=20, expert_parallel=True

@@ -28,6 +28,7 @@ from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.probe import bound_options
 from kvforge.worker.loading.row_independence import first_experts
 
+from .covering import by_parts, check_parts
 from .random_models import DESCRIBED, save
 
 triton = pytest.importorskip("triton")
@@ -90,33 +91,60 @@ def test_a_described_decoder_computes_transformers_layers(
     paged_logits: Callable[..., list[torch.Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With plain torch. `test_each_part_has_kernels` has kernels, for each part."""
+    monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")  # the rows of packed weights are tried below
+    model = loaded(name)
+    check_parts(name, model)
+    sequences = _sequences(model)
+    _assert_near(_wanted(model, sequences, paged_logits), paged_logits(model, sequences, SCHEDULE))
+
+
+@pytest.mark.usefixtures("quick_loads")
+@pytest.mark.parametrize("name", by_parts(list(DESCRIBED)))
+@torch.inference_mode()
+def test_each_part_has_kernels(
+    name: str,
+    loaded: Callable[..., LoadedModel],
+    paged_logits: Callable[..., list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CPU's over packed weights, and Triton's."""
     monkeypatch.setattr("kvforge.worker.kernels.selftest.TOKENS", (1, 20))  # the interpreter is slow
-    with monkeypatch.context() as patched:  # the rows of packed weights are tried below
-        patched.setattr(determinism, "_unsteady", lambda *_: "")
-        model = loaded(name)
-    with monkeypatch.context() as patched:  # of the same files, which were checked above
+    with monkeypatch.context() as patched:  # they have passed above
         patched.setattr(building, "foresee", lambda _module, _device: ())
         patched.setattr(building, "rehearse", lambda *_: None)
         packed = loaded(name, kernels=True)
+        patched.setattr(determinism, "_unsteady", lambda *_: "")
+        model = loaded(name)
     assert model.fused is not None and packed.fused is not None
-    others = [model, packed, replace(packed, fused=None)]
-    if knobs.runtime.interpret:
-        triton_operations = FusedOperations(model.device)
-        others.append(replace(model, fused=replace(model.fused, operations=triton_operations)))
-        self_test(others[-1].fused, model.device)  # type: ignore[arg-type]
-    rng = np.random.default_rng(3)
-    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    if families.needs_description(model.module):
-        wanted, others = verification._eager_logits(model, sequences), [each for each in others if each.fused]
-    else:
-        wanted = paged_logits(replace(model, fused=None), sequences, SCHEDULE)
-    scale = max(float(want.abs().max()) for want in wanted)
-    for other in others:
-        is_interpreted = other.fused is not None and isinstance(other.fused.operations, FusedOperations)
-        schedule = INTERPRETED if is_interpreted else SCHEDULE
-        for got, want in zip(paged_logits(other, sequences, schedule), wanted, strict=True):
-            assert float((got - want).abs().max()) <= ROUNDING * scale
     assert packed.info.determinism == "batch-invariant"
+    sequences = _sequences(model)
+    wanted = _wanted(model, sequences, paged_logits)
+    _assert_near(wanted, paged_logits(packed, sequences, SCHEDULE))
+    if not families.needs_description(model.module):
+        _assert_near(wanted, paged_logits(replace(packed, fused=None), sequences, SCHEDULE))
+    if knobs.runtime.interpret:
+        interpreted = replace(model.fused, operations=FusedOperations(model.device))
+        self_test(interpreted, model.device)
+        _assert_near(wanted, paged_logits(replace(model, fused=interpreted), sequences, INTERPRETED))
+
+
+def _sequences(model: LoadedModel) -> list[Any]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+
+
+def _wanted(model: LoadedModel, sequences: list[Any], paged_logits: Callable[..., list[torch.Tensor]]) -> list[Any]:
+    """Return the logits of transformers' layers."""
+    if families.needs_description(model.module):
+        return verification._eager_logits(model, sequences)
+    return paged_logits(replace(model, fused=None), sequences, SCHEDULE)
+
+
+def _assert_near(wanted: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    scale = max(float(want.abs().max()) for want in wanted)
+    for got, want in zip(found, wanted, strict=True):
+        assert float((got - want).abs().max()) <= ROUNDING * scale
 
 
 def _unscaled(found: parts.DecoderParts) -> parts.DecoderParts:
@@ -325,7 +353,7 @@ def assert_caught(
     name, change = PLANTED[what]
     find = parts.parts_of
     # The checks before the weights are read, and that of rows alone and in company, run in
-    # test_a_described_decoder_computes_transformers_layers.
+    # test_a_described_decoder_computes_transformers_layers and test_each_part_has_kernels.
     monkeypatch.setattr(building, "foresee", lambda _module, _device: ())
     monkeypatch.setattr(building, "rehearse", lambda *_: None)
     monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")

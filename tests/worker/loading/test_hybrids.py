@@ -35,6 +35,7 @@ from kvforge.worker.loading.verification import verify
 from tests.pairs import every_pair
 
 from .cached_logits import cached_logits
+from .covering import HYBRID, MIXER, by_parts, check_parts
 from .random_models import HYBRIDS, NEEDS_CACHE, save
 
 pytestmark = [
@@ -156,6 +157,7 @@ def test_logits_and_bits(
     assert model.prompt_chunk == CHUNKS.get(name, 64)
     assert model.info.determinism == "batch-invariant"
     assert (model.fused is not None) == (name in DESCRIBED)
+    check_parts(HYBRID + name, model)
     rng = np.random.default_rng(3)
     schedules = schedules_of(unit, more)
     sequences = [rng.integers(0, model.vocab_size, count) for count in schedules["at once"][0]]
@@ -279,7 +281,7 @@ def test_a_decoder_that_is_not_described_steps_as_described_or_row_by_row(
         tiny(model_type, block_size=16, **fields)
 
 
-@pytest.mark.parametrize("name", STEPPING)
+@pytest.mark.parametrize("name", by_parts(STEPPING, HYBRID, MIXER))
 def test_generated_tokens_of_all_rows_are_computed_together(
     name: str,
     tiny: Callable[..., LoadedModel],
@@ -440,10 +442,21 @@ def test_greedy_tokens_are_those_of_generate(
     assert logits[69:].argmax(-1).tolist() == whole[70:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "bfloat16") for name in HYBRIDS), ("qwen3_5", "float16"), ("jamba", "float16")]
-)
-def test_states_in_16_bits(
+@pytest.mark.parametrize("name", by_parts(list(HYBRIDS), HYBRID, MIXER))
+def test_states_in_bfloat16(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    check_states_in_16_bits(name, "bfloat16", tiny, paged_logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
+def test_states_in_float16(
+    name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
+) -> None:
+    check_states_in_16_bits(name, "float16", tiny, paged_logits)
+
+
+def check_states_in_16_bits(
     name: str, dtype: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
     """A convolution keeps its inputs in the model's dtype, and transformers computes the others' states in float32."""
@@ -596,7 +609,7 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("name", by_parts(list(PROJECTIONS), HYBRID, MIXER))
 def test_projections_are_computed_for_all_rows_at_once(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:

@@ -15,6 +15,7 @@ from kvforge.worker.kernels.recurrent import StateOperations
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
 
+from .covering import HYBRID, MIXER, by_parts
 from .random_models import HYBRIDS, NEEDS_CACHE
 from .test_hybrids import MAGNIFIED, MAGNIFIED_SHARE, ROUNDING, cached_logits
 
@@ -35,10 +36,9 @@ LAYERS = {
     "recurrent_gemma": ["recurrent", "attention"],
 }
 Tiny, Logits = Callable[..., LoadedModel], Callable[..., list[torch.Tensor]]
-WAYS = [("plain", "lfm2"), ("plain", "qwen3_5"), ("plain", "qwen3_5_moe"), ("plain", "qwen3_next")]
-WAYS += [("plain", "granite"), ("plain", "bamba"), ("plain", "falcon_h1"), ("plain", "jamba")]
-WAYS += [(way, name) for name in ("kimi_linear", "minimax", "recurrent_gemma") for way in ("plain", "Triton")]
-WAYS += [("Triton", "lfm2"), ("Triton", "qwen3_next"), ("Triton", "granite")]
+PLAIN = ("lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next", "granite", "bamba", "falcon_h1", "jamba")
+PLAIN += ("kimi_linear", "minimax", "recurrent_gemma")
+WITH_TRITON = ("kimi_linear", "minimax", "recurrent_gemma", "lfm2", "qwen3_next", "granite")
 
 
 def interpreted(rows: PromptRows) -> StateOperations:
@@ -75,9 +75,18 @@ def chunked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     return load
 
 
+@pytest.mark.parametrize("name", by_parts(PLAIN, HYBRID, MIXER))
+def test_prompts_in_chunks(name: str, chunked: Tiny, paged_logits: Logits) -> None:
+    check_prompts("plain", name, chunked, paged_logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
-@pytest.mark.parametrize(("way", "name"), WAYS)
-def test_prompts_in_chunks(way: str, name: str, chunked: Tiny, paged_logits: Logits) -> None:
+@pytest.mark.parametrize("name", WITH_TRITON)
+def test_prompts_in_chunks_with_tritons_kernels(name: str, chunked: Tiny, paged_logits: Logits) -> None:
+    check_prompts("Triton", name, chunked, paged_logits)
+
+
+def check_prompts(way: str, name: str, chunked: Tiny, paged_logits: Logits) -> None:
     """Their logits are transformers', with the bits of a prompt alone if they are cut at borders of chunks."""
     model, rng = chunked(way, name), np.random.default_rng(3)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
