@@ -91,6 +91,9 @@ EXCEPTIONS = {
     "tests/chaos/test_chaos.py": "soak",
     "tests/chaos/test_conversations.py": "soak",
     "tests/chaos/test_planted.py": "soak",
+    # Their requests are recorded, and sent by test_recorded.py.
+    "tests/gateway/clients/test_coding_agents.py": "soak",
+    "tests/gateway/clients/test_libraries.py": "soak",
     "tests/gateway/page/test_browser.py": "process",
     "tests/gateway/page/test_served.py": "process",
     "tests/gateway/storage/test_sqlite.py": "unit",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -191,76 +188,6 @@ def test_anthropic_pins_a_prompt_for_an_hour(served: Served) -> None:
         assert again.usage.cache_creation is not None and not again.usage.cache_creation.ephemeral_1h_input_tokens
     metrics = httpx.get(f"{served.url}/metrics", timeout=30).text
     assert 'kvforge_http_pins_total{outcome="pinned"} 2.0' in metrics
-
-
-def run(code: str, **environment: str) -> str:
-    """Run a client in a separate process, because its import must not affect this one."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", **environment},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def test_litellm(served: Served) -> None:
-    code = f"""
-import json, litellm
-litellm.telemetry = False
-base = {{"messages": {QUESTION!r}, "temperature": 0, "max_tokens": 30}}
-one = litellm.completion(model="openai/{NAME}", api_base="{served.url}/v1", api_key="none", **base)
-parts = litellm.completion(model="openai/{NAME}", api_base="{served.url}/v1", api_key="none", stream=True, **base)
-text = "".join(part.choices[0].delta.content or "" for part in parts)
-other = litellm.completion(model="anthropic/{NAME}", api_base="{served.url}", api_key="none", **base)
-print(json.dumps([one.choices[0].message.content, text, other.choices[0].message.content]))
-"""
-    said = run(code, LITELLM_LOCAL_MODEL_COST_MAP="True").strip().split("\n")[-1]
-    assert json.loads(said) == [PARIS, PARIS, PARIS]
-
-
-def test_langchain(served: Served) -> None:
-    code = f"""
-import json
-from langchain_openai import ChatOpenAI
-model = ChatOpenAI(model="{NAME}", base_url="{served.url}/v1", api_key="none", temperature=0, max_tokens=30)
-question = "What is the capital of France?"
-print(json.dumps([model.invoke(question).content, "".join(part.content for part in model.stream(question))]))
-"""
-    assert json.loads(run(code).strip().split("\n")[-1]) == [PARIS, PARIS]
-
-
-def test_lm_eval(served: Served, tmp_path: Path) -> None:
-    """With a custom task, because the included tasks fetch their questions from the network."""
-    rows = [{"question": "What is the capital of France?", "answer": PARIS}] * 4
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "capital.yaml").write_text(
-        f"""task: capital
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {tmp_path}/rows.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["\\n"], temperature: 0, max_gen_toks: 30}}
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-"""
-    )
-    code = f"""
-import json, lm_eval
-from lm_eval.tasks import TaskManager
-where = "model={NAME},base_url={served.url}/v1/chat/completions,num_concurrent=2,tokenized_requests=False"
-found = lm_eval.simple_evaluate(
-    model="local-chat-completions", model_args=where, tasks=["capital"], apply_chat_template=True,
-    task_manager=TaskManager(include_path="{tmp_path}", include_defaults=False), bootstrap_iters=0,
-)
-print(json.dumps(found["results"]["capital"]["exact_match,none"]))
-"""
-    assert json.loads(run(code, HF_HOME=str(tmp_path / "hf")).strip().split("\n")[-1]) == 1.0
 
 
 def test_the_conformance_prompts_through_http(served: Served) -> None:

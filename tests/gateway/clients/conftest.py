@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.clients import installs
+from tests.gateway.clients import installs, recording
 from tests.gateway.clients.running import Home
 from tests.gateway.clients.stage import Stage
 
@@ -24,6 +24,19 @@ def stage() -> Iterator[Stage]:
 def home(tmp_path: Path, stage: Stage) -> Home:
     """Private folders of this test's client."""
     return Home(tmp_path, stage.proxy)
+
+
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest, stage: Stage, home: Home) -> Iterator[None]:
+    """Compare what a client asked for with its recorded requests, or record them (see `recording.py`)."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        return
+    name, asked = request.node.name.removeprefix("test_"), recording.fields(stage.exchanges)
+    if recording.RECORD in os.environ:
+        recording.record(name, stage, home.path)
+    assert asked == recording.fields(recording.load(name)), f"{recording.RECORD}=1 records"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -33,17 +34,22 @@ IGNORED_HEADER = "x-kvforge-ignored"
 ASIDE = "A greeting"
 # Prepended to an answer if the prompt ends within the reasoning.
 THOUGHT = "I think about it."
+# The exchange that the running code belongs to, also what it leaves running.
+_current: ContextVar[Exchange] = ContextVar("exchange")
 # A text, or a function from the prompt to the text.
 Answer = str | Callable[[str], str]
 
 
 @dataclass
 class Exchange:
-    """A request, and the response to it."""
+    """A request, and the response to it. answers: the texts that the model gave."""
 
     method: str
     path: str
+    query: str = ""
+    asked_headers: dict[str, str] = field(default_factory=dict)
     asked: Any = None
+    answers: list[str] = field(default_factory=list)
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     answered: bytes = b""
@@ -69,8 +75,10 @@ class Recorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope["method"], scope["path"])
+        asked = {name.decode(): value.decode() for name, value in scope["headers"]}
+        exchange = Exchange(scope["method"], scope["path"], scope["query_string"].decode(), asked)
         self.exchanges.append(exchange)
+        _current.set(exchange)
         body = bytearray()
 
         async def received() -> Message:
@@ -106,6 +114,11 @@ class Play:
 
     def __call__(self, prompt: str) -> str:
         """The answer."""
+        text = self._answer(prompt)
+        _current.get().answers.append(text)
+        return text
+
+    def _answer(self, prompt: str) -> str:
         self.prompts.append(prompt)
         at, task = max((prompt.rfind(task), task) for task in self._scenes)
         if at < 0:
@@ -124,16 +137,17 @@ class Stage:
     """The server; it ends with the `with` block.
 
     Attributes:
+        script: The model's answers.
         url: The gateway's address.
         proxy: A proxy that refuses everything, which keeps clients from the network.
         outside: Requests of clients to the proxy since `play`.
     """
 
     def __init__(self) -> None:
-        self._script = Script()
+        self.script = Script()
         self._folder = tempfile.TemporaryDirectory(prefix="kvforge-stage-")
         self._storage = InlineStorage(f"sqlite:{self._folder.name}/stored.sqlite")
-        app = application(self._script, Settings(), context=CONTEXT, storage=self._storage)
+        app = application(self.script, Settings(), context=CONTEXT, storage=self._storage)
         self._recorder = Recorder(app)
         self._socket = listening("127.0.0.1", 0)
         self._refusing = listening("127.0.0.1", 0)
@@ -168,8 +182,8 @@ class Stage:
     def play(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> Play:
         """Answer by these scenes from now on (see `Play`), and clear the record."""
         play = Play(scenes, result)
-        self._script.reply = play
-        self._script.asked.clear()
+        self.script.reply = play
+        self.script.asked.clear()
         self._recorder.exchanges.clear()
         self.outside.clear()
         return play

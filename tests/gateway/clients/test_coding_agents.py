@@ -15,7 +15,7 @@ from tests.gateway.clients.installs import Python, node, platform_package
 from tests.gateway.clients.running import Ended, Home
 from tests.gateway.clients.stage import THOUGHT, Answer, Play, Stage, call
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("recorded")]
 
 TASK, DONE = "Put a greeting into hello.txt, then read the file.", "The greeting is written."
 NEXT, SAID = "Which words did you write?", "They were: good morning."

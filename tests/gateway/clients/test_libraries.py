@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from tests.gateway.clients.running import Home
 from tests.gateway.clients.scenes import CITY, FOUND, HELLO, RAIN, SCENES, SNOW, call
 from tests.gateway.clients.stage import Stage
 
-pytestmark = pytest.mark.clients
+pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("recorded")]
 
 PROGRAMS = Path(__file__).parent / "programs"
+HERE = Path(sys.executable)  # with the clients of the extra `dev`
 
 
 def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
@@ -29,9 +31,9 @@ def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
     return json.loads(ended.out.splitlines()[-1])
 
 
-def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
+def in_python(program: str, home: Home, stage: Stage, python: Path, **env: str) -> Any:
     """Return the output of a program."""
-    ended = home.run([python, PROGRAMS / program], {"URL": stage.url})
+    ended = home.run([python, "-W", "ignore", PROGRAMS / program], {"URL": stage.url, **env})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
     assert stage.outside == [], "it connects to no other server"
     return json.loads(ended.out.splitlines()[-1])
@@ -169,3 +171,26 @@ def test_smolagents(stage: Stage, home: Home, python: Python) -> None:
     assert found == expected | {"asked": ["Oslo", "Oslo"]}
     assert stage.refused() == []
     assert asked_streams(stage, "/v1/chat/completions")
+
+
+def test_litellm(stage: Stage, home: Home) -> None:
+    stage.play(SCENES)
+    found = in_python("with_litellm.py", home, stage, HERE, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert found == [HELLO, HELLO, HELLO]
+    assert stage.refused() == []
+    assert {exchange.path for exchange in stage.exchanges} == {"/v1/chat/completions", "/v1/messages"}
+
+
+def test_langchain(stage: Stage, home: Home) -> None:
+    stage.play(SCENES)
+    assert in_python("with_langchain.py", home, stage, HERE) == [HELLO, HELLO]
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions")
+
+
+def test_lm_eval(stage: Stage, home: Home) -> None:
+    stage.play(SCENES)
+    found = in_python("with_lm_eval.py", home, stage, HERE, OPENAI_API_KEY="none", HF_HUB_OFFLINE="1")
+    assert found == 1.0
+    assert stage.refused() == []
+    assert len([exchange for exchange in stage.exchanges if exchange.method == "POST"]) == 4
