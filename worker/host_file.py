@@ -8,7 +8,9 @@ successor can open it only once no process can write it any more. Its layout, in
 | 0 to 4,096 | head: magic, random id, digest of the layout, number of blocks, bytes of a block |
 | `blocks` x 8, up to a multiple of 4,096 | the tag of each block, unsigned 64 bit; 0: not whole |
 | likewise | the checksum of each block, unsigned 64 bit (`device/block_buffers.py`) |
+| from 64 MiB of blocks on: up to a multiple of 2 MiB | unused: blocks and file then begin and end with a huge page |
 | `blocks` x `block_bytes` | the blocks |
+| from 64 MiB of blocks on, and on hugetlbfs: up to a multiple of a huge page | unused |
 
 A tag is cleared before its block is written, and stored after the block and its checksum: a process that is killed in
 the middle leaves no tag.
@@ -20,11 +22,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import mmap
 import os
 import stat
 import struct
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +35,45 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidConfiguration, WorkerError
 from kvforge.protocol.steady_clock import monotonic
+from kvforge.worker import huge_pages
+from kvforge.worker.huge_pages import HUGE_BYTES, AlignedMap
 
-MAGIC = b"kvfHost2"
+MAGIC = b"kvfHost3"
 PAGE = 4096
+LARGE_BYTES = 32 * HUGE_BYTES  # of blocks: the unused bytes are then a sixteenth at most
 LOCK_WAIT_S, LOCK_POLL_S = 30.0, 0.05
 IDENTITY_BYTES = 16
 _HEAD = struct.Struct("=8s16s32sQQ")
 _HOST_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a host file begin, in bytes, and where it ends.
+
+    Attributes:
+        sums: The checksums. The tags begin at `PAGE`.
+        data: The blocks.
+        size: The bytes of the file.
+    """
+
+    sums: int
+    data: int
+    size: int
+
+    @classmethod
+    def of(cls, blocks: int, block_bytes: int, unit: int = 1) -> Layout:
+        """Return the layout of a file.
+
+        Args:
+            blocks: Number of blocks.
+            block_bytes: Bytes of a block.
+            unit: The size of the file is a multiple of it: of a huge page, on hugetlbfs.
+        """
+        numbers, total = _up_to(PAGE, 8 * blocks), blocks * block_bytes
+        large = HUGE_BYTES if total >= LARGE_BYTES else 1
+        data = _up_to(large, PAGE + 2 * numbers)
+        return cls(PAGE + numbers, data, _up_to(unit, _up_to(large, data + total)))
 
 
 class MappedBlocks:
@@ -52,16 +87,23 @@ class MappedBlocks:
     Attributes:
         map: The mapping.
         tags: As in `HostFile`, like the others.
+
+    Raises:
+        OSError: It cannot be mapped.
     """
 
     def __init__(self, fd: int, blocks: int, block_bytes: int) -> None:
-        numbers = _number_bytes(blocks)
-        self.map = mmap.mmap(fd, file_bytes(blocks, block_bytes))
-        whole = np.frombuffer(self.map, np.uint8)
+        layout = Layout.of(blocks, block_bytes, huge_pages.page_bytes(fd))
+        self.map = AlignedMap(fd, layout.size)
+        whole = self.map.octets
         self.tags: npt.NDArray[np.uint64] = whole[PAGE : PAGE + 8 * blocks].view(np.uint64)
-        self.sums: npt.NDArray[np.uint64] = whole[PAGE + numbers : PAGE + numbers + 8 * blocks].view(np.uint64)
-        self.memory: npt.NDArray[np.uint8] = whole[PAGE + 2 * numbers :]
+        self.sums: npt.NDArray[np.uint64] = whole[layout.sums : layout.sums + 8 * blocks].view(np.uint64)
+        self.memory: npt.NDArray[np.uint8] = whole[layout.data : layout.data + blocks * block_bytes]
         self.data = self.memory.reshape(blocks, block_bytes)
+
+    def write_head(self, head: bytes) -> None:
+        """Write the head, through the mapping: hugetlbfs has no other way."""
+        self.map.octets[: len(head)] = np.frombuffer(head, np.uint8)
 
     def close(self) -> None:
         """Unmap the file.
@@ -110,7 +152,8 @@ def find_file(path: Path) -> FoundFile | None:
         head, found = os.pread(fd, _HEAD.size, 0), os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and len(head) == _HEAD.size:
             magic, *_, blocks, block_bytes = _HEAD.unpack(head)
-            if magic == MAGIC and blocks and block_bytes and file_bytes(blocks, block_bytes) == found.st_size:
+            layout = Layout.of(blocks, block_bytes, huge_pages.page_bytes(fd))
+            if magic == MAGIC and blocks and block_bytes and layout.size == found.st_size:
                 return FoundFile(fd, head)
     except OSError:
         pass
@@ -127,7 +170,9 @@ class HostFile:
         blocks: Number of blocks.
         block_bytes: Bytes of a block.
         lock_wait_s: How long to wait for an earlier process.
-        opened: The file at this path, if it was opened before and fits. It must not be closed then.
+        place: Called with the mapping of the file, [bytes] uint8, and whether an earlier process has filled it. The
+            memory of a new file is allocated after that.
+        opened: The file at this path, if it was opened before and fits. It must not be closed then, and is not placed.
 
     Attributes:
         identity: Equal for two processes if the second finds what the first has written: 32 hex digits.
@@ -136,6 +181,8 @@ class HostFile:
         sums: The checksum of each block, [blocks] uint64.
         data: The blocks, [blocks, block_bytes] uint8.
         memory: The memory of `data`, [bytes] uint8, on whole pages.
+        whole: The file's memory, [bytes] uint8.
+        refused: Why a new file may not be in huge pages, with the remedy; "" if nothing was refused.
 
     Raises:
         InvalidConfiguration: There is not enough memory for the file, or it cannot be made.
@@ -150,28 +197,34 @@ class HostFile:
         block_bytes: int,
         lock_wait_s: float = LOCK_WAIT_S,
         opened: FoundFile | None = None,
+        place: Callable[[npt.NDArray[np.uint8], bool], None] | None = None,
     ) -> None:
         assert opened is None or opened.fits(layout, blocks, block_bytes)
-        self.path, self.blocks = path, blocks
-        size, digest = file_bytes(blocks, block_bytes), _digest_of(layout)
+        self.path, self.blocks, self.refused = path, blocks, ""
+        digest = _digest_of(layout)
         self._fd = _open(path) if opened is None else opened.fd
         try:
             if opened is None:
                 _lock(self._fd, path, lock_wait_s)
+            size = Layout.of(blocks, block_bytes, huge_pages.page_bytes(self._fd)).size
             head = os.pread(self._fd, _HEAD.size, 0)
             file_id = _id_of(head, digest, blocks, block_bytes) if os.fstat(self._fd).st_size == size else None
             self.found = file_id is not None
+            if opened is None and not self.found:
+                _empty(self._fd, path, size)
+            self._mapped = _map(self._fd, path, blocks, block_bytes) if opened is None else opened.mapped
+            if opened is None and place is not None:
+                place(self._mapped.map.octets, self.found)
             if file_id is None:
                 file_id = os.urandom(16)
-                _clear(self._fd, path, size)
-                os.pwrite(self._fd, _HEAD.pack(MAGIC, file_id, digest, blocks, block_bytes), 0)
-            self._mapped = MappedBlocks(self._fd, blocks, block_bytes) if opened is None else opened.mapped
+                self.refused = _fill(self._fd, path, self._mapped.map)
+                self._mapped.write_head(_HEAD.pack(MAGIC, file_id, digest, blocks, block_bytes))
         except BaseException:
             os.close(self._fd)
             raise
         self.identity = hashlib.blake2b(file_id + digest, digest_size=IDENTITY_BYTES).hexdigest()
         self.tags, self.sums = self._mapped.tags, self._mapped.sums
-        self.memory, self.data = self._mapped.memory, self._mapped.data
+        self.memory, self.data, self.whole = self._mapped.memory, self._mapped.data, self._mapped.map.octets
 
     def fileno(self) -> int:
         """Return the descriptor, which holds the lock. A process that inherits it holds the lock too."""
@@ -181,6 +234,7 @@ class HostFile:
         """Unlock the file, which stays. The caller has dropped all views of it."""
         self.tags = self.sums = np.zeros(0, np.uint64)
         self.data, self.memory = np.zeros((0, 0), np.uint8), np.zeros(0, np.uint8)
+        self.whole = self.memory
         try:
             self._mapped.close()
         except BufferError:  # a view is left: the end of the process unmaps the file
@@ -193,14 +247,9 @@ def _digest_of(layout: str) -> bytes:
     return hashlib.blake2b(f"{layout} {_host_boot()}".encode(), digest_size=32).digest()
 
 
-def file_bytes(blocks: int, block_bytes: int) -> int:
-    """Return the size of a host file."""
-    return PAGE + 2 * _number_bytes(blocks) + blocks * block_bytes
-
-
-def _number_bytes(blocks: int) -> int:
-    """Return the bytes of one number for each block, on whole pages."""
-    return -(-8 * blocks // PAGE) * PAGE
+def _up_to(unit: int, size: int) -> int:
+    """Round a size up to a multiple of a unit."""
+    return -(-size // unit) * unit
 
 
 def host_path(folder: str, runtime: Path, name: str) -> Path:
@@ -261,12 +310,37 @@ def _id_of(head: bytes, digest: bytes, blocks: int, block_bytes: int) -> bytes |
     return file_id if magic == MAGIC and layout == [digest, blocks, block_bytes] else None
 
 
-def _clear(fd: int, path: Path, size: int) -> None:
-    """Empty the file and reserve its memory, so that no later write finds none."""
+def _empty(fd: int, path: Path, size: int) -> None:
+    """Empty the file, and give it its size."""
     os.ftruncate(fd, 0)
     try:
-        os.posix_fallocate(fd, 0, size)
+        os.ftruncate(fd, size)
     except OSError as error:
-        os.ftruncate(fd, 0)
-        problem = f"{size} bytes cannot be reserved in {path.parent}: {error.strerror}; lower it"
-        raise InvalidConfiguration("host_bytes", problem) from None
+        raise _no_room(fd, path, size, error) from None
+
+
+def _map(fd: int, path: Path, blocks: int, block_bytes: int) -> MappedBlocks:
+    try:
+        return MappedBlocks(fd, blocks, block_bytes)
+    except OSError as error:
+        raise _no_room(fd, path, os.fstat(fd).st_size, error) from None
+
+
+def _fill(fd: int, path: Path, mapped: AlignedMap) -> str:
+    """Reserve the memory of an empty file, so that no later write finds none. Return as `huge_pages.fill`."""
+    try:
+        return huge_pages.fill(fd, mapped)
+    except OSError as error:
+        raise _no_room(fd, path, mapped.octets.nbytes, error) from None
+
+
+def _no_room(fd: int, path: Path, size: int, error: OSError) -> InvalidConfiguration:
+    """Give the memory of the file back, and return what to raise."""
+    unit = huge_pages.page_bytes(fd)
+    os.ftruncate(fd, 0)
+    remedy = "lower it"
+    if unit > 1:
+        remedy = f"raise vm.nr_hugepages by {size // unit} pages of {unit} bytes, or lower it"
+    return InvalidConfiguration(
+        "host_bytes", f"{size} bytes cannot be reserved in {path.parent}: {error.strerror}; {remedy}"
+    )

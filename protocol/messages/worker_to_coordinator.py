@@ -65,6 +65,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
             steps, compiled kernels, the driver). Absent if zero or not counted: on a CPU only the first three are
             counted. The values are of the time of sending; only `other` may grow until the worker registers again.
         kernels: The kernels in use by purpose (decode, prefill, layers, sampling), and why others are not; for people.
+            `host file` says how its memory lies: huge pages and NUMA node.
         wants_kinds: The worker computes generated tokens in another way than prompt tokens. Steps then mark generated
             tokens, and the prefix cache keeps both kinds apart.
         state_blocks: Blocks that hold the recurrent state of one sequence, from the same pool; 0: the model has none.

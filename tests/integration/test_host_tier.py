@@ -91,6 +91,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies() -> None:
         kv = cluster.client()
         kv.wait_ready(300)
         whole = check_whatever_dies(cluster, kv, CACHED)
+        assert " MiB in huge pages" in kv.health().workers[0].kernels["host file"]
 
         (path,) = cluster.folder.glob("kvforge-host-*")
         _damage_head(path)

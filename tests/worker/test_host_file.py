@@ -64,6 +64,21 @@ def test_a_damaged_head_makes_another_file(at: int, tmp_path: Path) -> None:
     second.close()
 
 
+# behaviour: the file of a version with another layout is not read as this one's
+def test_a_file_of_an_earlier_layout_is_emptied(tmp_path: Path) -> None:
+    first = opened(tmp_path / "file")
+    first.tags[:], first.data[:] = 9, 9
+    first.close()
+    with (tmp_path / "file").open("r+b") as file:
+        assert file.read(8) == b"kvfHost3"
+        file.seek(0)
+        file.write(b"kvfHost2")
+    assert find_file(tmp_path / "file") is None
+    second = opened(tmp_path / "file")
+    assert not second.found and not second.tags.any() and not second.data.any()
+    second.close()
+
+
 def test_a_file_that_was_cut_off_is_another_one(tmp_path: Path) -> None:
     first = opened(tmp_path / "file")
     identity = first.identity

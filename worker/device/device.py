@@ -131,6 +131,17 @@ class Device:
         return int(getattr(properties, "shared_memory_per_block_optin", 0))
 
     @property
+    def pci_address(self) -> str:
+        """The PCI address of the GPU, such as `0000:3b:00.0`; "" on a CPU, or if torch does not name it."""
+        if not self.queues:
+            return ""
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        if not hasattr(properties, "pci_bus_id"):
+            return ""
+        domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+    @property
     def toolkit(self) -> str:
         """Version of CUDA or ROCm that torch was built with; "" without."""
         return str(torch.version.hip or torch.version.cuda or "")

@@ -1,4 +1,6 @@
-"""Releases library pages that only the loading of a model needed: 150 MB of a worker on a CPU.
+"""Pages of mapped files: how many are huge, and the release of those that only the loading of a model needed.
+
+The release frees 150 MB of a worker on a CPU.
 
 A page of a mapped file that was read once stays resident until the kernel runs short of memory, which then unmaps it.
 This module does so at a known time. The data stays in the page cache, so the eighth that is used again comes back
@@ -32,6 +34,7 @@ class Mapping:
         resident: Bytes in memory.
         own: Resident bytes that belong to this process and not to a file.
         swapped: Private bytes in swap.
+        huge: Resident bytes of a file or of shared memory in huge pages.
     """
 
     start: int
@@ -42,9 +45,11 @@ class Mapping:
     resident: int = 0
     own: int = 0
     swapped: int = 0
+    huge: int = 0
 
 
 FIELDS = {"Rss": "resident", "Anonymous": "own", "Swap": "swapped"}
+HUGE_FIELDS = ("ShmemPmdMapped", "FilePmdMapped", "Shared_Hugetlb", "Private_Hugetlb")
 
 
 def mappings() -> Iterator[Mapping]:
@@ -64,8 +69,19 @@ def mappings() -> Iterator[Mapping]:
         name, _, rest = line.partition(":")
         if mapping is not None and name in FIELDS:
             setattr(mapping, FIELDS[name], int(rest.split()[0]) * 1024)
+        elif mapping is not None and name in HUGE_FIELDS:
+            mapping.huge += int(rest.split()[0]) * 1024
     if mapping is not None:
         yield mapping
+
+
+def huge_bytes(address: int, size: int) -> int:
+    """Return how many bytes of mapped files in this range of addresses are in huge pages.
+
+    Raises:
+        OSError: The system has no /proc/self/smaps.
+    """
+    return sum(mapping.huge for mapping in mappings() if address <= mapping.start < address + size)
 
 
 def release_library_pages() -> int:

@@ -206,6 +206,8 @@ class Engine:
             stored = beside.bytes_per_block if beside is not None else 0
             text = f"lookup, and {info.name} in {info.dtype}, weights in {info.weight_dtype}"
             kernels["drafts"] = f"{text}; {stored} bytes of each block"
+        if self.host is not None and self.host.placement:
+            kernels["host file"] = self.host.placement
         if self.disk is not None:
             kernels["disk tier"] = self.disk.how
         if self._cores is not None and self.device.computes_on_cores:

@@ -17,6 +17,7 @@ from kvforge.worker.host_file import FoundFile, HostFile, find_file, host_path
 from kvforge.worker.loading.beside import DraftSource
 from kvforge.worker.loading.model import LoadedModel
 
+from .host_placement import HostPlacement
 from .host_transfers import HostTransfers
 
 LAYERS_VERSION = 3  # raised when layers of any model compute K and V with other bits than before
@@ -68,6 +69,7 @@ def begin_host_tier(config: WorkerConfig, device: Device) -> HostAhead | None:
     if found.blocks != config.host_bytes // found.block_bytes:
         found.close()
         return None
+    HostPlacement(device).place(found.mapped.map.octets, True)  # a page that is locked cannot be moved
     return HostAhead(found, LockedPieces(registrar, found.mapped.memory, found.block_bytes))
 
 
@@ -101,9 +103,12 @@ def open_host_tier(
         ahead.close()
         ahead = None
     opened = ahead.found if ahead is not None else None
-    file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened)
-    log.info("host tier: %d blocks in %s, %s", blocks, path, "with its content" if file.found else "empty")
+    placement = HostPlacement(model.device)
+    file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened, place=placement.place)
+    lies, content = placement.describe(file), "with its content" if file.found else "empty"
+    log.info("host tier: %d blocks in %s, %s; %s", blocks, path, content, lies)
     host = HostTransfers(pool, file, ahead.pieces if ahead is not None else None)
+    host.placement = lies
     while not file.found and host.lock_next():
         pass  # no sequence waits for an empty file: better the start takes longer than the steps that fill it
     return host

@@ -187,6 +187,7 @@ class HostTransfers:
     Attributes:
         file: The file.
         problem: Why the device cannot reach the file's memory, so that copies go through page-locked buffers; "".
+        placement: How the file's memory lies, for `kvforge health`; "" if that was not asked.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class HostTransfers:
         self._pool = BlockBuffers(device, list(octets))
         if memory is None:
             memory = LockedPieces(registrar_of(device), file.memory, self._pool.block_bytes)
-        self._memory, self.problem = memory, ""
+        self._memory, self.problem, self.placement = memory, "", ""
         self._blocks = torch.from_numpy(file.data)  # [host blocks, bytes] uint8
         self._at_once = buffer_blocks(device, self._pool.block_bytes)
         self._out, self._in = SideQueue(device), SideQueue(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import RowStart, SamplingParams, Step, WorkerWelcome
 from kvforge.worker.config import WorkerConfig
-from kvforge.worker.device.device import open_device
+from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.step.engine import Engine
 
 BLOCK_SIZE, WIDTH, ROWS = 8, 4, 3
@@ -111,3 +112,20 @@ def tokens_of(engine: Engine) -> list[list[int]]:
         assert outcome.errors == ()
         found.append(outcome.tokens.tolist())
     return found
+
+
+# behaviour: the address is that of the folder in /sys/bus/pci/devices
+@pytest.mark.parametrize(
+    ("properties", "address"),
+    [
+        ({"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0}, "0000:3b:00.0"),
+        ({"pci_domain_id": 0x10001, "pci_bus_id": 0xC, "pci_device_id": 0x1F}, "10001:0c:1f.0"),
+        ({}, ""),
+    ],
+)
+def test_the_pci_address_of_a_gpu(
+    properties: dict[str, int], address: str, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(**properties))
+    assert Device("cuda", torch.device("cuda", 0), "a GPU").pci_address == address
+    assert cpu.pci_address == ""
