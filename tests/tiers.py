@@ -105,10 +105,14 @@ EXCEPTIONS = {
     "tests/gateway/test_clients.py": "process",
     # With a tiny model: test_thousand.py, test_cluster.py and test_sequences.py.
     "tests/integration/test_conformance.py::test_preempted_forked_cached_and_split_over_two_workers": "soak",
+    # The real model once more; test_up.py interrupts a service with a tiny one.
+    "tests/integration/test_demo.py::test_interrupted_while_it_answers": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_in_16_bits": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_with_thousands_of_tokens": "soak",
     "tests/integration/test_hybrids.py::test_the_same_with_other_families": "soak",
     "tests/integration/test_sequences.py::test_ten_thousand_cycles_leave_memory_flat": "soak",
+    # Two starts of a benchmark in fresh interpreters.
+    "tests/integration/test_startup.py::test_each_start_is_split_into_phases": "soak",
     "tests/integration/test_systemd_boot.py": "soak",
     "tests/integration/test_systemd_stop.py": "soak",
     "tests/integration/test_windows.py": "soak",

@@ -38,8 +38,16 @@ def test_the_demo_answers_and_leaves_nothing(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", ["smollm2-135m: checking", "[1] Why is the sky blue?\n"])
-def test_interrupted_at_any_moment(folder: Path, moment: str) -> None:
+def test_interrupted_before_it_starts(folder: Path) -> None:
+    interrupted(folder, "smollm2-135m: checking")
+
+
+def test_interrupted_while_it_answers(folder: Path) -> None:
+    interrupted(folder, "[1] Why is the sky blue?\n")
+
+
+def interrupted(folder: Path, moment: str) -> None:
+    """Check that Ctrl-C ends the demo after an output, and that nothing is left."""
     with Process("demo", TMPDIR=str(folder)) as demo:
         demo.expect(moment)
         demo.signal(signal.SIGINT)

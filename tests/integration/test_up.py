@@ -398,14 +398,14 @@ def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) 
     (folder / "spoilt").mkdir()
     (folder / "spoilt" / "sitecustomize.py").write_text(SPOILT_PRODUCTS)
     spoilt = str(folder / "spoilt")
-    with up(folder, forked=False, PYTHONPATH=spoilt) as running:
+    with up(folder, PYTHONPATH=spoilt) as running:
         assert running.end() == 3
     said = "kvforge: worker-0 cannot serve (exit status 3): self-test on "
     line = next(line for line in running.text.splitlines() if line.startswith(said))
     assert "the packed product kernel is wrong for 1 tokens" in line
     assert line.endswith("set kernels = 'reference' to serve with plain torch")
     assert "started again" not in running.text and "Traceback" not in running.text
-    with up(folder, "--kernels", "reference", forked=False, PYTHONPATH=spoilt) as running:
+    with up(folder, "--kernels", "reference", PYTHONPATH=spoilt) as running:
         running.expect("ready: 1 worker")
         with client(folder) as kv:
             assert len(kv.submit([1, 2, 3], max_tokens=3, sampling=GREEDY).result(timeout_s=30).tokens) == 3

@@ -359,6 +359,7 @@ def _become(
     os.environ.update(environment)
     tempfile.tempdir = None  # the imports may have asked for it: TMPDIR of the environment decides
     sys.argv = [module, *arguments]
+    _customise(environment.get("PYTHONPATH", ""), [sys.executable, "-m", *sys.argv])
     if _forks_text(module):
         from .forked_text import fork_helpers
 
@@ -368,6 +369,14 @@ def _become(
     except SystemExit as ended:
         leave(ended.code)
     leave(None)
+
+
+def _customise(path: str, command: list[str]) -> None:
+    """Run the `sitecustomize.py` of the path's first folder, as a fresh interpreter does, though after the imports."""
+    file = Path(path.split(os.pathsep)[0]) / "sitecustomize.py"
+    if path and file.exists():
+        sys.orig_argv = command
+        runpy.run_path(str(file))
 
 
 def die_with_parent() -> None:

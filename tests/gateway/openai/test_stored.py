@@ -460,7 +460,8 @@ def test_a_background_response_is_cancelled(tmp_path: Path) -> None:
         http = world.gateway()
         posted = await respond(http, background=True)
         reading = asyncio.ensure_future(streamed(http, posted.id))
-        await asyncio.sleep(0.02)
+        while script.given < len("Hello you"):
+            await asyncio.sleep(0.01)
         cancelled = (await http.post(f"/v1/responses/{posted.id}/cancel")).json()
         assert (cancelled["status"], cancelled["output"][0]["content"][0]["text"]) == ("cancelled", "Hello you")
         assert len(script.cancelled) == 1
