@@ -1,22 +1,26 @@
 """Loads of tiny models without checks that have passed in this process before.
 
 A load tests kernels that no weight of the model reaches, and tries whether rows have the same bits alone and in
-company. Tests load the same model many times with equal settings: what has passed once would pass again. A failed check
-is never remembered. A test that plants a fault in a kernel or in a product and then loads a model must not use this.
+company. Before, it loads the names and shapes of the files without weights. Tests load the same model many times with
+equal settings: what has passed once would pass again. A failed check is never remembered. A test that plants a fault in
+a kernel or in a product and then loads a model must not use this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
+from kvforge.models.safetensors_header import StoredTensor
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
-from kvforge.worker.loading import determinism
+from kvforge.worker.loading import determinism, verification
 from kvforge.worker.loading.model import LoadedModel
 
 CHECKS = (
@@ -47,20 +51,62 @@ _unsteady = determinism._unsteady
 _steady: set[tuple[Any, ...]] = set()
 
 
-def unsteady_once(model: LoadedModel, operations: LayerOperations) -> str:
-    """Return what the trial of rows returns; a model that passed it in this process passes without another trial.
+def _key(model: LoadedModel) -> tuple[Any, ...]:
+    """Return what a check of a model depends on.
 
-    The fingerprint covers the weights, and the geometry the dtypes of states.
+    The fingerprint covers the weights, and the geometry the dtypes of states. Each test has the same files elsewhere.
     """
     device = model.device, model.device.runs_kernels  # some tests patch it
-    products = type(operations), getattr(operations, "slab", None)
-    key = device, repr(model.info), repr(model.geometry.states), products, model.fused is None
+    return *device, repr(structs.replace(model.info, source="")), repr(model.geometry.states), model.fused is None
+
+
+def unsteady_once(model: LoadedModel, operations: LayerOperations) -> str:
+    """Return what the trial of rows returns; a model that passed it in this process passes without another trial."""
+    key = *_key(model), type(operations), getattr(operations, "slab", None)
     if model.ranks is None and key in _steady:
         return ""
     problem = _unsteady(model, operations)
     if not problem:
         _steady.add(key)
     return problem
+
+
+_verify = verification.verify
+_verified: dict[tuple[Any, ...], verification.Reference] = {}
+
+
+def verify_once(
+    model: LoadedModel, reference: verification.Reference | None = None, quantised: bool = False
+) -> verification.Reference:
+    """Return what `verify` returns. A model that was like transformers' own in this process is not compared again."""
+    operations = None if model.fused is None else type(model.fused.operations)
+    key = *_key(model), operations, model.geometry, reference is None, quantised
+    if model.ranks is not None or key not in _verified:
+        _verified[key] = _verify(model, reference, quantised)
+    return _verified[key]
+
+
+_build = import_module("kvforge.worker.loading.build")  # the package has a function of that name
+_rehearse, _foresee = _build.rehearse, _build.foresee
+_rehearsing: list[tuple[Any, ...]] = []
+_rehearsed: set[tuple[Any, ...]] = set()
+
+
+def rehearse_once(kind: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype, model: str) -> Any:
+    """Return the model without weights; None, as for one that needs weights, if the same files have passed before."""
+    shapes = sorted((name, each.type_name, tuple(each.shape)) for name, each in stored.items())
+    key = kind, config.to_json_string(use_diff=False), *shapes
+    if key in _rehearsed:
+        return None
+    _rehearsing[:] = [key]
+    return _rehearse(kind, config, stored, dtype, model)
+
+
+def foresee_once(module: Any, device: Device) -> Any:
+    """Return what `foresee` returns. It is the last check of a model without weights, which has now passed."""
+    found = _foresee(module, device)
+    _rehearsed.update(_rehearsing)
+    return found
 
 
 @cache
@@ -77,8 +123,18 @@ def _importable() -> Iterator[tuple[Any, str]]:
             continue
 
 
+def load_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out comparisons with transformers that have passed before.
+
+    A test that plants a fault in layers or their description and then loads a model must not use this.
+    """
+    monkeypatch.setattr(import_module("kvforge.worker.loading.load"), "verify", verify_once)
+
+
 def load_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out checks that have passed before."""
     for module, name, check in _checks():
         monkeypatch.setattr(module, name, check)
     monkeypatch.setattr(determinism, "_unsteady", unsteady_once)
+    monkeypatch.setattr(_build, "rehearse", rehearse_once)
+    monkeypatch.setattr(_build, "foresee", foresee_once)

@@ -22,7 +22,10 @@ from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.packed import packing_problem, quantising_problem
 from kvforge.worker.loading.model import LoadedModel
 
-pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
+pytestmark = [
+    pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem()),
+    pytest.mark.usefixtures("quick_loads"),
+]
 BLOCK_SIZE, WIDTH, LENGTH_MAX = 4, 8, 30
 
 

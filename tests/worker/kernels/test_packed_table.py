@@ -14,6 +14,7 @@ from kvforge.worker.kernels.packed_table import PackedTable, look_up, table_of
 from kvforge.worker.loading.model import LoadedModel
 
 CPU = Device("cpu", torch.device("cpu"), "CPU")
+pytestmark = pytest.mark.usefixtures("quick_loads")
 DTYPES = tuple(dtype for dtype in (torch.float32, torch.bfloat16) if not packing_problem(CPU, dtype))
 
 

@@ -15,6 +15,7 @@ from kvforge.worker.loading.model import LoadedModel
 from tests.worker.loading.random_models import DESCRIBED
 from tests.worker.step.company import Alone, Request
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
 PLAIN_SUMS = ("gpt_oss", "qwen3_moe", "mixtral", "mimo_v2_flash")
 OTHER_SUMS = ("granitemoe", "gemma3", "cohere", "olmo2")
 

@@ -20,6 +20,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.conftest import TINY
 
+from .covering import HYBRID, covering
 from .random_models import FEW_EXPERTS, LINEAR_HEADS, NEEDS_CACHE
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -204,15 +205,36 @@ def whole(kind: str) -> Any:
     return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
 
 
+# The families that serve text parts, in the terms of random_models.py; their names are in `FAMILIES` otherwise.
+SERVED_BY = {
+    "Qwen3VLTextForCausalLM": "qwen3",
+    "Qwen3VLMoeTextForCausalLM": "qwen3_moe",
+    "Glm4vTextForCausalLM": "glm4",
+    "Glm4vMoeTextForCausalLM": "glm4_moe",
+    "GlmOcrTextForCausalLM": "glm4",
+    "Qwen2_5_VLTextForCausalLM": "qwen2",
+    "Qwen3_5ForCausalLM": f"{HYBRID}qwen3_5",
+    "Qwen3_5MoeForCausalLM": f"{HYBRID}qwen3_5_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+
+
+def cases() -> list[Any]:
+    """Return each kind in float32, and in bfloat16 as few as have all parts; the others in bfloat16 are soak tests."""
+    kinds: dict[str, str] = {}
+    for kind, (_, _, architecture) in FAMILIES.items():
+        kinds.setdefault(SERVED_BY.get(architecture, architecture.removesuffix("ForCausalLM").lower()), kind)
+    few = {kinds[name] for name in covering(kinds)}
+    found = []
+    for kind in FAMILIES:
+        needs = [NEEDS_CACHE] if "linear_num_key_heads" in FAMILIES[kind][0] else []
+        found.append(pytest.param(kind, "float32", marks=needs))
+        found.append(pytest.param(kind, "bfloat16", marks=needs if kind in few else [*needs, pytest.mark.soak]))
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[NEEDS_CACHE] if "linear_num_key_heads" in FAMILIES[kind][0] else [])
-        for kind in FAMILIES
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), cases())
 def test_the_text_part_is_served(
     kind: str,
     dtype: str,

@@ -18,6 +18,7 @@ from tests.worker.loading.test_expert_parallel import KINDS
 from tests.worker.loading.test_hybrids import PROJECTIONS, STEPPING
 from tests.worker.loading.test_mixer_prompts import PLAIN
 
+pytestmark = pytest.mark.usefixtures("quick_loads")
 # What the tests take covering sets of: families, their prefix, and the paths of the parts that count.
 MECHANISMS: dict[str, tuple[Iterable[str], str, Sequence[str]]] = {
     "kernels": (DESCRIBED, "", ("",)),

@@ -26,6 +26,7 @@ from tests.worker.loading.gguf_files import Tensors, write_gguf
 Weights = dict[str, torch.Tensor]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 MOE = {"head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+pytestmark = pytest.mark.usefixtures("quick_loads")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),

@@ -30,7 +30,7 @@ NARROW = {
     "vocab_size": 4000,
 }
 ON_CPU = [
-    ("llama", "float32", "auto", "auto"),
+    pytest.param(("llama", "float32", "auto", "auto"), marks=pytest.mark.soak),  # as Qwen2 below, without its biases
     pytest.param(("llama", "float32", "int8", "auto"), marks=pytest.mark.soak),  # as Gemma 3's below
     ("llama", "float32", "fp8", "auto"),
     ("llama", "bfloat16", "auto", "auto"),
@@ -115,8 +115,9 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
     assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.summary()
 
 
-# In `make test`; the others through transformers are soak tests. All run by their descriptions in `make test`.
-BY_TRANSFORMERS = ("phi3", "mixtral", "cohere", "olmo2")
+# In `make test`: one with experts and one without. The others through transformers are soak tests, where the same
+# modules are replaced. All run by their descriptions in `make test`.
+BY_TRANSFORMERS = ("mixtral", "cohere")
 
 
 @pytest.fixture

@@ -72,8 +72,16 @@ def test_all_prompts_batched(smollm2: LoadedModel) -> None:
     assert matched == [steps] * len(CASES)  # in float32 no case of the sample has a near tie
 
 
-# Alone, the second of two prompts that share a prefix is another prompt of 34 blocks.
-@pytest.mark.parametrize("case", [case for case in CASES if case["id"] != "shared-1"], ids=lambda case: case["id"])
+# Alone, the second of two prompts that share a prefix is another prompt of 34 blocks. In `make test` one token, a whole
+# block, and many blocks.
+ALONE = [case for case in CASES if case["id"] != "shared-1"]
+IN_MAKE_TEST = ("len-1", "len-16", "shared-0")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case["id"] in IN_MAKE_TEST else pytest.mark.soak, id=case["id"]) for case in ALONE],
+)
 def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel) -> None:
     # The prompt of one token fills its first block, and goes on in another. All tokens of all are compared above.
     steps = 18 if len(case["prompt_tokens"]) == 1 else 5

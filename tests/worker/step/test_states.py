@@ -18,6 +18,7 @@ from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading import mixers
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
+from tests.worker.loading.covering import HYBRID, MIXER, by_parts
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, RECURRENT
 
 pytestmark = [
@@ -214,7 +215,10 @@ def test_a_prompt_behind_an_answer_has_the_same_bits_in_any_chunks(name: str, ti
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in {*RECURRENT, "lfm2_moe", "qwen3_5_moe"}])
+ATTENDING = [name for name in HYBRIDS if name not in {*RECURRENT, "lfm2_moe", "qwen3_5_moe"}]
+
+
+@pytest.mark.parametrize("name", by_parts(ATTENDING, HYBRID, MIXER))
 def test_a_block_has_the_same_bits_behind_prompts_of_any_length(name: str, tiny: Callable[..., LoadedModel]) -> None:
     """Its chunk may be the last, incomplete one of a prompt, and a whole one of another that finds the block cached."""
     model_type, fields = HYBRIDS[name]
