@@ -107,6 +107,11 @@ EXCEPTIONS = {
     "tests/integration/test_conformance.py::test_preempted_forked_cached_and_split_over_two_workers": "soak",
     # The real model once more; test_up.py interrupts a service with a tiny one.
     "tests/integration/test_demo.py::test_interrupted_while_it_answers": "soak",
+    # A model with states and an EAGLE-3 head comes back from the disk in a process test.
+    "tests/integration/test_eagle.py::test_a_head_drafts_for_a_model_with_recurrent_states": "soak",
+    # An EAGLE-3 head stores the same, and is a process test.
+    "tests/integration/test_heads.py::test_the_disk_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
+    "tests/integration/test_heads.py::test_the_host_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_in_16_bits": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_with_thousands_of_tokens": "soak",
     "tests/integration/test_hybrids.py::test_the_same_with_other_families": "soak",

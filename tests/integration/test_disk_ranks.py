@@ -33,7 +33,7 @@ def segment_of(cluster: Cluster, rank: int) -> Path:
 
 # behaviours: prefixes come back after a restart of everything with the same bits; what one rank lacks, or has with a
 # flipped bit, is a miss for all, with a counter; another number of ranks misses all
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_prefixes_come_back_from_the_disks_of_all_ranks(rank: int) -> None:
     with Cluster(ranks=2, blocks=BLOCKS, coordinator=PATIENT) as cluster:
         kv = started(cluster, RANKS)
@@ -110,7 +110,7 @@ def pool_is_whole(kv: Client) -> None:
 
 # behaviours: a full disk of one rank makes the tier smaller for all; the death of its copying process turns it off
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the copying process in /proc")
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rank", ["w1", pytest.param("w0", marks=pytest.mark.soak)])
 def test_a_full_disk_of_one_rank(rank: str) -> None:
     with Cluster(ranks=2, blocks=BLOCKS, coordinator=PATIENT) as cluster:
         kv = started(cluster, RANKS)

@@ -55,7 +55,9 @@ def started(cluster: Cluster) -> Client:
 # behaviours: a prefix that was evicted comes back with the same bits, with its window or its state, also after the
 # worker was killed while it copied
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen3_5", *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen2", "lfm2"))]
+)
 def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, tmp_path: Path) -> None:
     with cluster_of(name, tmp_path, KINDS[name]) as cluster:
         kv = started(cluster)
@@ -64,7 +66,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, 
 
 # behaviour: the sequences of a killed worker go on from the host with their windows or their state
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_running_sequences_go_on_if_they_are_written_back(name: str, tmp_path: Path) -> None:
     more = "[cache]\nhost_writeback_blocks = 8\ncheckpoint_tokens = 32\n"
     with cluster_of(name, tmp_path, 400, more) as cluster:
@@ -112,7 +114,7 @@ def test_the_files_of_ranks_are_found_again(tmp_path: Path) -> None:
 
 # behaviour: windows and states are found on the disk after a restart of everything, with the same bits
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.soak)])
 def test_prefixes_come_back_from_the_disk(name: str, tmp_path: Path) -> None:
     with cluster_of(name, tmp_path, 400, "[cache]\nhost_writeback_blocks = 64\n") as cluster:
         cluster.start_coordinator()
