@@ -4,9 +4,9 @@ A huge page takes one entry in the processor's table of pages instead of 512, an
 only where address and place in the file are multiples of its size, so `AlignedMap` chooses the address.
 
 In a file of tmpfs, `fill` touches one page of each piece of 2 MiB, and then asks the kernel to make the piece a huge
-page (MADV_COLLAPSE, since Linux 6.1). This needs no privilege, does not depend on the `huge=` that the file system was
-mounted with, and takes a tenth of the time of small pages. The kernel refuses it if `shmem_enabled` is `deny`, or if
-the process opted out. Older kernels give huge pages to the touched piece if the mount has `huge=`.
+page (MADV_COLLAPSE, since Linux 6.1). This needs no privilege, and does not depend on the `huge=` that the file system
+was mounted with. The kernel refuses it if `shmem_enabled` is `deny`, or if the process opted out. Older kernels give
+the touched piece a huge page if the mount has `huge=`.
 
 A file of hugetlbfs has huge pages of a pool that the administrator has reserved, and no others.
 """
@@ -135,7 +135,8 @@ def _remedy(code: int) -> str:
     """Return why the kernel refused huge pages, and the remedy."""
     if code == errno.ENOMEM:
         return (
-            "memory is fragmented: write 1 to /proc/sys/vm/compact_memory, remove the file, and start the worker again"
+            "no more huge pages are free, here or on its node: write 1 to /proc/sys/vm/compact_memory, remove the "
+            "file, and start the worker again"
         )
     if code != errno.EINVAL:
         return os.strerror(code)

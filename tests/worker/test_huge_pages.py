@@ -86,7 +86,11 @@ def test_a_process_without_huge_pages_says_so() -> None:
     [
         ("never [deny]", errno.EINVAL, "is 'deny': write 'never' to it"),
         ("[never] deny", errno.EINVAL, "mount the folder with huge=within_size"),
-        ("[never] deny", errno.ENOMEM, "memory is fragmented: write 1 to /proc/sys/vm/compact_memory"),
+        (
+            "[never] deny",
+            errno.ENOMEM,
+            "here or on its node: write 1 to /proc/sys/vm/compact_memory",
+        ),
         ("[never] deny", errno.EAGAIN, "unavailable"),
     ],
 )
