@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Container, Mapping
 
 DEADLINE, FIRST_TOKEN, LEASE, TRIAL, DISK_WAIT = range(5)  # timers of requests
-OLD_REQUESTS, DRAIN, SEQUENCES, WORKERS, SESSIONS, STEPS = range(6)  # parts, in the order in which they act
+OLD_REQUESTS, DRAIN, SEQUENCES, WORKERS, SESSIONS, STEPS, RETURNS = range(7)  # parts, in the order in which they act
 NEVER = 1 << 62
 SLACK = 64
 # For each part, the function that does what is due by now, and returns the part's next deadline or NEVER.
@@ -30,7 +30,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int, int]] = []
-        self.bounds_us = [NEVER] * (STEPS + 1)
+        self.bounds_us = [NEVER] * (RETURNS + 1)
         self.first_us = NEVER
 
     def set(self, due_us: int, request_id: int, kind: int) -> None:

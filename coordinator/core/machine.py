@@ -123,7 +123,7 @@ class Machine:
         self.sessions = Sessions(clock, limits.bounds)
         # Requests come before the sequences that they kept.
         acting = (self.requests, commands, self.sequences, self._reports, self.sessions, self.scheduler)
-        self._timed = tuple(part.pass_time for part in acting)
+        self._timed = tuple(part.pass_time for part in (*acting, self.admission.returning))
         self.workers = self._reports.workers
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)

@@ -14,6 +14,8 @@ from ..core.cache.groups import FormingCheckpoint
 from ..core.cache.host_copies import HostLoad, SentCopies
 from ..core.cache.host_node import HostNode
 from ..core.cache.host_yield import OnceShare
+from ..core.cache.idle_times import IdleCounts
+from ..core.cache.paced_reads import NO_SLOT
 from ..core.cache.wipes import WipedTenant
 from .field_markers import (
     F64,
@@ -130,6 +132,10 @@ class SavedSequences(Saved):
     shared_end: I64 | None = None
     window_first: I64 | None = None
     window_end: I64 | None = None
+    idle_since_us: I64 | None = None
+    return_us: I64 | None = None
+    returned: Flags | None = None
+    returned_after_us: I64 | None = None
 
 
 class SavedCosts(Saved):
@@ -319,6 +325,9 @@ class SavedHostTier(Saved):
     stale: set[int] = msgspec.field(default_factory=set)
     breaks: int = 0
     yields: SavedHostYield | None = None
+    returns_total: int = 0
+    returns_used_total: int = 0
+    returns_wasted_total: int = 0
 
 
 class SavedDiskTier(Saved):
@@ -401,7 +410,13 @@ class SavedDiskCopies(Saved):
 
 
 class SavedHostCopies(Saved):
-    """The `HostCopies` of a group. `identity` names its tier, `backlog` is that of its `HostWriteback`."""
+    """The `HostCopies` of a group.
+
+    Attributes:
+        identity: The identity of its tier.
+        backlog: That of its `HostWriteback`.
+        paced: The slot of its `PacedReads`, and what is waiting.
+    """
 
     identity: str
     writes: dict[int, int]
@@ -413,6 +428,14 @@ class SavedHostCopies(Saved):
     read_costs: SavedCosts | None = None
     disk: SavedDiskCopies | None = None
     reused: I32 | None = None
+    paced: tuple[int, dict[int, int]] = (NO_SLOT, {})
+
+
+class SavedIdleTimes(Saved):
+    """The `IdleTimes`."""
+
+    overall: IdleCounts
+    by_tenant: dict[int, IdleCounts]
 
 
 class SavedGroup(Saved):
@@ -493,3 +516,4 @@ class SavedCache(Saved):
     window_pages: int = 0
     host_tiers: list[SavedHostTier] = msgspec.field(default_factory=list)
     wipes: SavedWipes = msgspec.field(default_factory=SavedWipes)
+    idle_times: SavedIdleTimes | None = None

@@ -34,7 +34,7 @@ from ..core.rights import Access
 
 # Raised whenever the same events lead to another state than before, or the declared format changes (`declared.py`).
 # Records are only valid for the version that wrote them; a snapshot is valid for that version and the next.
-STATE_VERSION = 27
+STATE_VERSION = 28
 SNAPSHOTS_SINCE = 12  # before that, snapshots were objects of the interpreter
 Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number

@@ -230,7 +230,7 @@ class _Restoring:
         """Restore the cache. Pools precede the arrays of blocks, because a new pool requires a free range."""
         cache, fields = self._machine.cache, self._fields
         parts = ("tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "host_tiers", "wipes")
-        fields.restore(cache, saved, *parts, "kinds", "evicted_sequences_total")
+        fields.restore(cache, saved, *parts, "kinds", "evicted_sequences_total", "idle_times")
         fields.restore(cache.tenants, saved.tenants)
         fields.restore(cache.tenants.meters, saved.meters)
         fields.restore(cache.store, saved.store)
@@ -248,6 +248,8 @@ class _Restoring:
         columns = [name for name, mark in fields_of(c.SavedSequences) if isinstance(mark, Array) and mark.axes == 1]
         cache.sequences._columns = [getattr(cache.sequences, name) for name in columns]
         cache.indexing.kinds = saved.kinds
+        if saved.idle_times is not None:
+            fields.restore(cache.idle.times, saved.idle_times)
         cache.residency.evicted_total = saved.evicted_sequences_total
 
     def _group(self, saved: c.SavedGroup) -> Group:
@@ -278,8 +280,9 @@ class _Restoring:
             sight = -(-group.window // cache.blocks.block_size)
             copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count, sight)
             copies.compute_costs = group.costs
-            apart = ("identity", "backlog", "write_costs", "read_costs", "disk")
+            apart = ("identity", "backlog", "write_costs", "read_costs", "disk", "paced")
             group.host = pool.host = self._fields.restore(copies, saved.host, *apart)
+            copies.paced.slot, copies.paced.waiting = saved.host.paced[0], dict(saved.host.paced[1])
             for costs, line in (
                 (copies.write_costs, saved.host.write_costs),
                 (copies.read_costs, saved.host.read_costs),

@@ -109,6 +109,7 @@ class _Saving:
             sequences=self._of(c.SavedSequences, cache.sequences),
             groups=[self._group(group) for group in self._groups],
             kinds=cache.indexing.kinds,
+            idle_times=self._of(c.SavedIdleTimes, cache.idle.times),
             evicted_sequences_total=cache.residency.evicted_total,
             wipes=self._of(c.SavedWipes, cache.wipes),
             host_tiers=[self._host_tier(tier) for tier in cache.host_tiers.tiers.values()],
@@ -146,6 +147,7 @@ class _Saving:
             backlog=list(group.pool.writeback.backlog),
             write_costs=self._of(c.SavedCosts, host.write_costs),
             read_costs=self._of(c.SavedCosts, host.read_costs),
+            paced=(host.paced.slot, host.paced.waiting),
             disk=self._disk(host.disk) if host.disk is not None else None,
         )
 

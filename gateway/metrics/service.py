@@ -118,6 +118,11 @@ def _swaps(snapshot: MetricsSnapshot) -> Iterable[Sample]:
     return [((worker.name, way), int(cells[at])) for worker, cells in snapshot.workers() for way, at in ways.items()]
 
 
+def _returns(snapshot: MetricsSnapshot) -> Iterable[Sample]:
+    ways = {way: POOL_COUNTS.index(f"host_returns_{way}") for way in ("used", "wasted")}
+    return [((worker.name, way), int(cells[at])) for worker, cells in snapshot.workers() for way, at in ways.items()]
+
+
 def _misses(tier: str) -> Callable[[MetricsSnapshot], Iterable[Sample]]:
     at = {reason: POOL_COUNTS.index(f"{tier}_missed_{reason}s") for reason in MISSES}
     return lambda snapshot: [
@@ -306,6 +311,18 @@ _COUNTERS: tuple[tuple[str, str, Callable[[MetricsSnapshot], Iterable[Sample]], 
         "Blocks that the pool evicted and did not copy to the worker's host file: too few of such are wanted again.",
         _by_worker("host_skipped"),
         _W,
+    ),
+    (
+        "host_returns",
+        "Idle sequences and pins that came back from the worker's host file before a request needed them.",
+        _by_worker("host_returns"),
+        _W,
+    ),
+    (
+        "host_returns_ended",
+        "Of these, those that a request continued (used), and those that lost their blocks again before (wasted).",
+        _returns,
+        ("worker", "way"),
     ),
     (
         "host_recomputed_blocks",

@@ -22,6 +22,7 @@ HOST_HEAD = (
     "missed",
     "swapped",
     "s saved",
+    "back early, used",
 )
 DISK_HEAD = (
     "disk tier",
@@ -97,6 +98,7 @@ def show(stats: Stats) -> None:
             pool.host_missed_tags_total + pool.host_missed_checksums_total,
             f"{pool.host_swapped_total} of {pool.host_swapped_total + pool.host_unswapped_total}",
             f"{pool.host_swap_saved_us_total / 1e6:.1f}",
+            f"{pool.host_returns_used_total} of {pool.host_returns_total}",
         )
         for pool in stats.pools
         if pool.host_blocks

@@ -331,6 +331,9 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
             copies or the computation were not measured yet.
         host_swapped_blocks_total: Blocks that the former read.
         host_swap_saved_us_total: What computing these blocks would have taken by the measured costs, less their copies.
+        host_returns_total: Idle sequences and pins that came back from the file before a request needed them.
+        host_returns_used_total: Those that a request continued then.
+        host_returns_wasted_total: Those that lost their blocks again before.
         host_missed_tags_total: Reads that found another entry's tag, or none.
         host_missed_checksums_total: Reads of blocks with other bytes than were saved.
         disk: The worker's disk tier; None: it has none.
@@ -377,6 +380,9 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     host_missed_checksums_total: int = 0
     disk: DiskStats | None = None
     device_idle_us_total: int = 0
+    host_returns_total: int = 0
+    host_returns_used_total: int = 0
+    host_returns_wasted_total: int = 0
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -465,6 +471,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
         host_swapped_total: Preempted requests that came back with blocks from the file.
         host_swap_saved_us_total: What computing these blocks would have taken by the measured costs, less their copies.
         disk: Its disk tier; None: it has none.
+        host_returns_total: Idle sequences and pins that came back from the file before a request needed them.
+        host_returns_used_total: Those that a request continued then.
     """
 
     name: str
@@ -489,6 +497,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     host_swapped_total: int = 0
     host_swap_saved_us_total: int = 0
     disk: DiskStats | None = None
+    host_returns_total: int = 0
+    host_returns_used_total: int = 0
 
     @property
     def title(self) -> str:

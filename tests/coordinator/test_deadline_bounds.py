@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from kvforge.coordinator.core.deadlines import DEADLINE, NEVER, SEQUENCES, SESSIONS, STEPS, WORKERS, Deadlines, Parts
+from kvforge.coordinator.core.deadlines import DEADLINE, NEVER, RETURNS, SEQUENCES, SESSIONS, WORKERS, Deadlines, Parts
 
-PARTS = STEPS + 1
+PARTS = RETURNS + 1
 LATER_US = 100
 
 
@@ -89,7 +89,7 @@ def test_a_deadline_that_moves_is_asked_for_once_in_each_turn() -> None:
         assert deadlines.first_us > now_us, "a turn must not let time pass in every part"
         parts[WORKERS].deadlines_us = [now_us + LATER_US]
         assert deadlines.next_us(now_us, {1}, acts) == now_us + LATER_US
-    assert [part.asked for part in parts] == [0, 0, 0, 999, 0, 0]
+    assert [part.asked for part in parts] == [0, 0, 0, 999, 0, 0, 0]
     assert len(deadlines.heap) == 1
 
 
@@ -130,7 +130,7 @@ def test_a_part_that_acts_may_give_an_earlier_part_a_deadline() -> None:
         deadlines.arm(SEQUENCES, LATER_US)
         return NEVER
 
-    acts = (*(part.pass_time for part in parts[:STEPS]), gone)
+    acts = (*(part.pass_time for part in parts[:RETURNS]), gone)
     deadlines.pass_time(acts)
     assert deadlines.next_us(LATER_US, (), acts) == LATER_US
 

@@ -53,4 +53,5 @@ def _deadlines(machine: Machine) -> list[int]:
         found.append(send_us)
     limited = np.flatnonzero(s.owned & (s.idle_ttl_us > 0) & (s.request == 0))
     found += (s.accessed_us[limited] + s.idle_ttl_us[limited]).tolist()
+    found += s.return_us[s.return_us > 0].tolist()
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .blocks import Blocks
 from .groups import Group
+from .idle_tracker import IdleTracker
 from .indexing import Indexing
 from .placement import NO_DONOR, Placement
 from .planner import Planner
@@ -35,9 +36,8 @@ class Continuing:
             salt: The salt of the prompt's prefix chain.
             prompt: Token ids, [n] int32.
         """
-        s = self._sequences
-        slot = s.slot_of.get(sequence_id, NO_DONOR)
-        if slot == NO_DONOR or s.salt[slot] != salt or self._tenants.names[int(s.tenant[slot])] != tenant:
+        s, slot = self._sequences, self._find(sequence_id, tenant, salt)
+        if slot == NO_DONOR:
             return prompt
         own = s.tokens[slot, : min(int(s.length[slot]), prompt.size)]
         common = _common(unmarked(own), prompt)
@@ -46,6 +46,19 @@ class Continuing:
         marked = prompt.copy()
         marked[:common] = own[:common]
         return marked
+
+    def note(self, sequence_id: int, tenant: str, salt: int, idle: IdleTracker) -> None:
+        """Note that a request continues a sequence, if it may."""
+        slot = self._find(sequence_id, tenant, salt)
+        if slot != NO_DONOR:
+            idle.continued(slot)
+
+    def _find(self, sequence_id: int, tenant: str, salt: int) -> int:
+        s = self._sequences
+        slot = s.slot_of.get(sequence_id, NO_DONOR)
+        if slot == NO_DONOR or s.salt[slot] != salt or self._tenants.names[int(s.tenant[slot])] != tenant:
+            return NO_DONOR
+        return slot
 
     def placement(self, group: Group, sequence_id: int, salt: int, tokens: Tokens, most: int) -> Placement | None:
         """Plan a placement that shares the KV of a sequence in the group; None if there is none to share.

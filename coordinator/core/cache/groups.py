@@ -328,7 +328,7 @@ class Group:
         if self.host is None:
             return NO_INT32, NO_INT32, NO_INT32
         self.order_writeback()
-        return self.host.flush(step)
+        return self.host.flush(step, self.running)
 
     @property
     def owes_writeback(self) -> bool:

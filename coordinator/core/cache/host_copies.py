@@ -36,6 +36,7 @@ from .host_node import NO_HOST_BLOCK, HostNode
 from .host_parts import CHECKPOINT, part_tokens, part_value
 from .host_tier import HostTier
 from .host_yield import needed_yield
+from .paced_reads import PacedReads, blocks_of_step
 from .prefix_cache import PrefixCache, Tokens, root_key
 from .sequences import Sequences
 
@@ -52,11 +53,13 @@ class HostLoad(msgspec.Struct):
         end: The sequence has KV of so many tokens then.
         step: The step; 0 until it is sent.
         nodes: The entries that it reads.
+        paced: No request waits for them, and several steps carry them. `step` is the last one.
     """
 
     end: int
     step: int = 0
     nodes: tuple[int, ...] = ()
+    paced: bool = False
 
 
 class SentCopies(msgspec.Struct, frozen=True):
@@ -76,6 +79,7 @@ class HostCopies:
         index: The prefix index of the pool.
         writes: Copies that the next step carries: device block -> node.
         reads: Copies that the next step carries: device block -> node, which has a reader more for each.
+        paced: Copies that no request waits for, of which each step carries a few.
         loads: By slot: what a sequence gets from the host.
         sent: Copies of steps in flight, the oldest first.
         write_costs: The measured cost of copies to the host by their blocks.
@@ -103,6 +107,7 @@ class HostCopies:
         self.reused = np.full(count, -1, np.int32)
         self.writes: dict[int, int] = {}
         self.reads: dict[int, int] = {}
+        self.paced = PacedReads()
         self.loads: dict[int, HostLoad] = {}
         self.sent: deque[SentCopies] = deque()
         self.write_costs, self.read_costs = StepCosts(), StepCosts()
@@ -111,7 +116,7 @@ class HostCopies:
     @property
     def pending(self) -> bool:
         """Whether the next step carries copies."""
-        return bool(self.writes or self.reads or self.tier.to_wipe)
+        return bool(self.writes or self.reads or self.tier.to_wipe or self.paced.waiting)
 
     def wipe(self, tag: int) -> int:
         """Drop the entries of a tenant: see `HostTier.wipe`. Copies to the host that are not sent yet are not made."""
@@ -361,7 +366,7 @@ class HostCopies:
         for node_id in nodes:
             self.tier.release(node_id)
 
-    def load(self, slot: int, nodes: tuple[int, ...], targets: list[int], end: int) -> None:
+    def load(self, slot: int, nodes: tuple[int, ...], targets: list[int], end: int, *, paced: bool = False) -> None:
         """Make the next step copy held entries to device blocks of a sequence.
 
         Args:
@@ -369,18 +374,30 @@ class HostCopies:
             nodes: The entries, [n].
             targets: Its device blocks, [n].
             end: How many tokens of the sequence have KV then.
+            paced: No request waits for it: the next steps carry a few of the copies each.
         """
-        self.reads.update(zip(targets, nodes, strict=True))
+        reads = dict(zip(targets, nodes, strict=True))
+        if paced:
+            self.paced.begin(slot, reads)
+        else:
+            self.reads.update(reads)
         self.reuse(np.array(targets, np.int64))
         for node_id in nodes:
             self.tier.wanted(node_id)
             if self.disk is not None:
                 self.disk.read_above(node_id)
-        self.loads[slot] = HostLoad(end, nodes=nodes)
+        self.loads[slot] = HostLoad(end, nodes=nodes, paced=paced)
+
+    def hurry(self, slot: int) -> None:
+        """Let the next step carry all copies of a sequence that are left: a request waits for it."""
+        if self.paced.slot == slot:
+            self.reads.update(self.paced.pop(len(self.paced.waiting)))
 
     def forget(self, slot: int) -> None:
         """Do not count what a sequence gets from the host: it gave its blocks up, or goes on from fewer tokens."""
         self.loads.pop(slot, None)
+        if self.paced.slot == slot:
+            self.unhold(tuple(self.paced.pop(len(self.paced.waiting)).values()))
 
     def cancel(self, block: int) -> None:
         """Do not read into a device block that lost its holders before the step was sent."""
@@ -390,14 +407,22 @@ class HostCopies:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def flush(self, step: int) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Return and clear what a step carries, as `Step.host_writes`, `Step.host_reads` and `Step.host_wipes`."""
+    def flush(self, step: int, running: int = 0) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Return and clear what a step carries, as `Step.host_writes`, `Step.host_reads` and `Step.host_wipes`.
+
+        Args:
+            step: The step.
+            running: Rows of the group, which do not wait for copies that no request waits for.
+        """
         if not self.pending:
             return NO_INT32, NO_INT32, NO_INT32
+        if self.paced.waiting:
+            self.reads.update(self.paced.pop(blocks_of_step(running, self.compute_costs, self.read_costs)))
         wipes = self.tier.next_wipes(WIPES_MAX)
         self.sent.append(SentCopies(step, tuple(self.writes.values()), tuple(self.reads.values()), tuple(wipes)))
-        for load in self.loads.values():
-            load.step = load.step or step
+        for slot, load in self.loads.items():
+            if slot != self.paced.slot:
+                load.step = load.step or step
         copies = self._copies_of(self.writes), self._copies_of(self.reads), np.array(wipes, np.int32)
         self.writes.clear()
         self.reads.clear()
@@ -448,7 +473,11 @@ class HostCopies:
         tags = sum(reason == MISSED_TAG for _, reason in pairs)
         tier.missed_tags_total += tags
         tier.missed_checksums_total += len(pairs) - tags
-        slots = [slot for slot, load in self.loads.items() if load.step == step and not damaged.isdisjoint(load.nodes)]
+        slots = [
+            slot
+            for slot, load in self.loads.items()
+            if (load.step == step or load.paced) and not damaged.isdisjoint(load.nodes)
+        ]
         for slot in slots:
             del self.loads[slot]
         return sorted(slots)
@@ -486,6 +515,7 @@ class HostCopies:
     def lost(self) -> None:
         """The worker is lost: drop the entries of copies in flight, and give the file back."""
         tier = self.tier
+        self.hurry(self.paced.slot)
         if self.disk is not None:
             self.disk.lost()
         for node_id in self.writes.values():
@@ -514,6 +544,8 @@ class HostCopies:
         readers: dict[int, int] = {}
         writes = [*self.writes.values(), *(node_id for sent in self.sent for node_id in sent.writes)]
         reads = [*self.reads.values(), *(node_id for sent in self.sent for node_id in sent.reads)]
+        reads += self.paced.waiting.values()
+        assert bool(self.paced.waiting) == (self.paced.slot in self.loads), "reads that no request waits for"
         if self.disk is not None:
             self.disk.check_invariants()
             reads.extend(self.disk.held_nodes())

@@ -50,6 +50,9 @@ class HostTier:
         swapped_total: Preempted requests that came back with blocks from here.
         swapped_blocks_total: Blocks that they read.
         swap_saved_us_total: What computing these would have taken by the measured costs, less their copies.
+        returns_total: Sequences that came back from here before their next request.
+        returns_used_total: Those for which that request came.
+        returns_wasted_total: Those that lost their blocks again before.
         unswapped_total: Those that computed the tokens again, because that takes less time or nothing was measured.
         missed_tags_total: Reads that found another entry's tag, or none, in blocks.
         missed_checksums_total: Reads of other bytes than were saved, in blocks.
@@ -88,6 +91,7 @@ class HostTier:
         self.swapped_total = self.unswapped_total = 0
         self.swapped_blocks_total = self.swap_saved_us_total = 0
         self.missed_tags_total = self.missed_checksums_total = 0
+        self.returns_total = self.returns_used_total = self.returns_wasted_total = 0
 
     @property
     def free(self) -> int:

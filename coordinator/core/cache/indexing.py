@@ -33,10 +33,16 @@ class Indexing:
         """Return tokens in the form in which they are indexed: with their marks if kinds are distinguished."""
         return tokens if self.kinds else unmarked(tokens)
 
-    def hashes(self, salt: int, tokens: Tokens) -> Hashes:
-        """Return the chained hashes of the full blocks that a hit may use: the last token must be computed."""
+    def hashes(self, salt: int, tokens: Tokens, *, whole: bool = False) -> Hashes:
+        """Return the chained hashes of the full blocks that a hit may use: the last token must be computed.
+
+        Args:
+            salt: The salt of the prefix chain.
+            tokens: Token ids, [n] int32.
+            whole: The last token may come from a hit too.
+        """
         size = self._sequences.block_size
-        return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
+        return self._hasher.chain(salt, tokens[: (tokens.size - 1 + whole) // size * size])
 
     def filled(self, group: Group) -> None:
         """Index the blocks of the group's sequences that acknowledged steps have filled.

@@ -25,6 +25,7 @@ from .hashing import BlockHasher
 from .host_copies import HostCopies
 from .host_tiers import HostTiers
 from .host_writeback import HostWriteback
+from .idle_tracker import IdleTracker
 from .indexing import Indexing
 from .kept import KeptSequences
 from .pins import Pins
@@ -50,6 +51,7 @@ class KVCacheManager:
         checkpoints: Takes checkpoints of recurrent states.
         windows: Places the window blocks of sequences.
         planner: Plans how a sequence is placed in a group.
+        idle: Knows when idle sequences are expected back.
         residency: Places sequences in groups, and evicts idle ones.
         tables: Grows the block tables of resident sequences.
         pins: Blocks that clients hold.
@@ -94,13 +96,14 @@ class KVCacheManager:
         placed = (self.sequences, self.blocks, self.groups)
         self.checkpoints = Checkpoints(limits, self.sequences, self.blocks, self.indexing, self.hasher)
         self.planner = Planner(limits, self.sequences, self.blocks, self.checkpoints, self.windows)
+        self.idle = IdleTracker(clock, self.sequences, self.groups)
         self.residency = Residency(
-            clock, *placed, self.indexing, self.eviction, self.waits, self.checkpoints, self.windows
+            clock, *placed, self.indexing, self.eviction, self.waits, self.checkpoints, self.windows, self.idle
         )
         self.tables = BlockTables(*placed, self.tenants, self.residency, self.windows)
         self.continuing = Continuing(self.sequences, self.blocks, self.indexing, self.tenants, self.planner)
         self.kept = KeptSequences(bounds, self.sequences, self.groups, self.residency, self.tenants)
-        parts = (self.sequences, self.groups, self.residency, self.kept, self.tenants)
+        parts = (self.sequences, self.groups, self.residency, self.kept, self.tenants, self.idle)
         self.prefix_pins = PrefixPins(clock, bounds, *parts)
 
     # -------------------------------------------------------------------------------------------------------- groups
@@ -189,6 +192,8 @@ class KVCacheManager:
             self.store.changed.pool(group.number, pool.base, pool.count, gone=True)
         blocks.changed.append(np.arange(pool.base, pool.base + pool.count))
         self.residency.forget_kv(slots)
+        for slot in slots[(s.idle_since_us[slots] > 0) | s.pinned[slots] | s.returned[slots]].tolist():
+            self.idle.moved_down(slot, group)
         if group.host is not None:
             group.host.lost()
         s.step_done(group.number, np.iinfo(np.int64).max)
@@ -251,6 +256,7 @@ class KVCacheManager:
                 group.disk.tier.forget_tenant(idle)
         for tier in self.host_tiers.tiers.values():
             tier.forget_tenant(idle)
+        self.idle.times.forget_tenant(idle)
         return self.tenants.intern(name, idle)
 
     def _idle_tenant(self, keep: int) -> int | None:

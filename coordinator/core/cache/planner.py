@@ -37,6 +37,7 @@ class Planner:
         shared_max: int | None = None,
         *,
         host: bool = True,
+        whole: bool = False,
     ) -> Placement:
         """Plan a placement for `tokens` in the group, without changes.
 
@@ -47,8 +48,11 @@ class Planner:
             hashes: The hashes of their full blocks.
             shared_max: How many leading tokens may come from cached blocks; None: all but the last.
             host: Whether the host tier counts, if the pool has blocks of several kinds. In others it does.
+            whole: The last token may come from a cached block too: nothing goes on behind it. Not if the pool has
+                blocks of several kinds.
         """
         most = tokens.size - 1 if shared_max is None else min(shared_max, tokens.size - 1)
+        most += whole
         if group.pool.mixed:
             plan = self._plan_with_state if group.state_blocks else self._plan_with_windows
             found = plan(group, salt, tokens, hashes, shared_max)

@@ -11,11 +11,15 @@ without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..clock import Clock
 from ..limits import Bounds
+from .blocks import NO_BLOCKS, BlockIds
 from .groups import Group
+from .idle_tracker import IdleTracker
 from .kept import KeptSequences
 from .residency import Residency
 from .sequences import NO_POOL, Sequences, Slots
@@ -34,9 +38,10 @@ class PrefixPins:
         residency: Residency,
         kept: KeptSequences,
         tenants: Tenants,
+        idle: IdleTracker,
     ) -> None:
         self._clock, self._sequences, self._groups, self._residency = clock, sequences, groups, residency
-        self._kept, self._tenants = kept, tenants
+        self._kept, self._tenants, self._idle = kept, tenants, idle
         self._percent = bounds.pinned_percent_max
         self._most = bounds.pinned_percent_max * bounds.sequences_max // 100
 
@@ -65,6 +70,7 @@ class PrefixPins:
             longer, left_us = int(s.length[other]) - full * size, int(self._ends_us(other)) - self._clock.now_us
             if longer == 0 or (longer > 0 and left_us >= ttl_us):
                 s.touch(other)
+                self._idle.continued(other)
                 s.keep_idle(other, max(left_us, int(s.idle_ttl_us[other]) if longer else ttl_us))
                 return full * size
         covered = alike[(s.length[alike] < full * size) & (self._ends_us(alike) <= end_us)]
@@ -117,14 +123,22 @@ class PrefixPins:
 
     def _fitting(self, slot: int, group: Group, full: int) -> int:
         """Return how many of the first `full` blocks may be pinned. Blocks of other pins count once."""
+        wanted, fits = self._sequences.blocks_of(slot)[:full], full
+        for ids, most in self._shares(slot, group):
+            more = np.cumsum(~np.isin(wanted, ids))
+            fits = min(fits, int(np.count_nonzero(more <= most - ids.size)))
+        return fits
+
+    def may_return(self, slot: int, group: Group) -> bool:
+        """Return whether a pin that moved down fits into the share of a group's pool, with no block of others."""
+        blocks = self._sequences.blocks_for(int(self._sequences.length[slot]))
+        return all(ids.size + blocks <= most for ids, most in self._shares(slot, group))
+
+    def _shares(self, slot: int, group: Group) -> Iterator[tuple[BlockIds, int]]:
+        """Yield the blocks that pins hold in a group, and the most that they may: of the slot's tenant, and of all."""
         s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slot])
         pins = s.pinned & (s.pool == group.number)
         ceiling = min(int(self._tenants.ceiling[tenant]), pool.count)
-        wanted = s.blocks_of(slot)[:full]
-        fits = full
         for which, most in ((pins & (s.tenant == tenant), ceiling), (pins, pool.count)):
             held = [s.blocks_of(other) for other in np.flatnonzero(which).tolist()]
-            ids = np.unique(np.concatenate(held)) if held else np.zeros(0, np.int64)
-            more = np.cumsum(~np.isin(wanted, ids))
-            fits = min(fits, int(np.count_nonzero(more <= self._percent * most // 100 - ids.size)))
-        return fits
+            yield np.unique(np.concatenate(held)) if held else NO_BLOCKS, self._percent * most // 100

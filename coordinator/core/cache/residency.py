@@ -21,6 +21,7 @@ from .blocks import NO_BLOCKS, RECURRENT, BlockIds, Blocks
 from .checkpoints import Checkpoints
 from .eviction import Eviction
 from .groups import Group
+from .idle_tracker import IdleTracker
 from .indexing import Indexing
 from .placement import NO_DONOR, Placement
 from .sequences import NO_POOL, Sequences, Slots
@@ -47,10 +48,11 @@ class Residency:
         waits: Waits,
         checkpoints: Checkpoints,
         windows: Windows,
+        idle: IdleTracker,
     ) -> None:
         self._clock, self._sequences, self._blocks = clock, sequences, blocks
         self._groups, self._indexing, self._eviction, self._waits = groups, indexing, eviction, waits
-        self._checkpoints, self._windows = checkpoints, windows
+        self._checkpoints, self._windows, self._idle = checkpoints, windows, idle
         self.evicted_total = 0
 
     def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
@@ -81,8 +83,13 @@ class Residency:
             self.check_room(group, tenant, needed, placement.keep, asking, spare)
         return placement
 
-    def move_in(self, slot: int, placement: Placement) -> None:
+    def move_in(self, slot: int, placement: Placement, *, paced: bool = False) -> None:
         """Give a non-resident sequence its blocks, evicting idle sequences as needed.
+
+        Args:
+            slot: The slot of the sequence.
+            placement: What it shares and reads.
+            paced: No request waits for what it reads.
 
         Raises:
             CapacityExceeded: There is no room.
@@ -122,13 +129,13 @@ class Residency:
         s.computed[slot] = s.scheduled[slot] = placement.cached_tokens(s.block_size)
         self._indexing.shared(group, slot, placement.hits)
         if reads:
-            self._load(group, slot, placement, fresh)
+            self._load(group, slot, placement, fresh, paced=paced)
         if common or reads:
             s.last_step[slot] = group.next_step
             pool.await_step(group.next_step)  # the copy protects the sequence from eviction until then
         self._row_changed(slot)
 
-    def _load(self, group: Group, slot: int, placement: Placement, fresh: BlockIds) -> None:
+    def _load(self, group: Group, slot: int, placement: Placement, fresh: BlockIds, *, paced: bool = False) -> None:
         """Fill the first of the fresh blocks from the host, window blocks and the state too.
 
         What needs them has no KV before the step is acknowledged.
@@ -146,7 +153,7 @@ class Residency:
             whole = min(whole, count - 1)
         if whole < placement.hits.size:
             self._indexing.restart(slot)  # what comes hangs on entries that are there
-        group.host.load(slot, placement.reads, targets, int(s.scheduled[slot]))
+        group.host.load(slot, placement.reads, targets, int(s.scheduled[slot]), paced=paced)
         s.computed[slot] = whole * s.block_size
 
     def _forget_load(self, slot: int) -> None:
@@ -239,6 +246,8 @@ class Residency:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
             group.pool.await_step(int(s.last_step[slot]))  # nothing else does if others hold its blocks too
         self.forget_kv(np.array([slot]))
+        if s.idle_since_us[slot] or s.pinned[slot] or s.returned[slot]:
+            self._idle.moved_down(slot, group)
         return dead
 
     def still_read(self, slot: int) -> bool:
@@ -263,6 +272,7 @@ class Residency:
     def remove(self, slot: int) -> int:
         """End a sequence. Return how many of its blocks have no holder left."""
         s = self._sequences
+        self._idle.removed(slot)
         dead = self._release_kv(slot)
         s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead

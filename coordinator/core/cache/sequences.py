@@ -100,6 +100,10 @@ class Sequences:
         shared_end: Where a checkpoint of its state is wanted because others share the tokens before; 0: nowhere.
         kept: An ended request left the sequence to the next turn; it is dropped where its place is needed.
         pinned: The sequence is a prompt's beginning that a request pinned; see `PrefixPins`.
+        idle_since_us: When the last request on it ended; 0 while one works on it, and for a pin. See `IdleTracker`.
+        return_us: When to try to bring it back from the host tier, or to take its blocks again; 0: never.
+        returned: It came back before its next request, which has not come yet.
+        returned_after_us: For how long it had been idle then; 0: it has not come back since its last request.
     """
 
     def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
@@ -138,6 +142,10 @@ class Sequences:
         self.shared_end = np.zeros(n, np.int64)
         self.window_first = np.zeros(n, np.int64)
         self.window_end = np.zeros(n, np.int64)
+        self.idle_since_us = np.zeros(n, np.int64)
+        self.return_us = np.zeros(n, np.int64)
+        self.returned = np.zeros(n, np.bool_)
+        self.returned_after_us = np.zeros(n, np.int64)
         self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.states = _rows(n, limits.bounds.state_blocks_max, np.int32)

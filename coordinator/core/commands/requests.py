@@ -165,6 +165,9 @@ class RequestCommands:
             slot = s.find(message.sequence_id)
             s.request[slot] = first
             s.touch(slot)
+            self._cache.idle.continued(slot)
+        elif message.continues:
+            self._cache.continuing.note(message.continues, name, salt, self._cache.idle)
         self._deadlines.sweep(self._requests.live)
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 

@@ -17,6 +17,7 @@ from ..cache.host_yield import WHOLE, permille
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.model_drafts import CERTAIN, ModelDrafts, own_chance
 from ..cache.placement import Placement
+from ..cache.sequences import NO_POOL
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
@@ -269,6 +270,8 @@ class Explainer:
         else:
             sentences.append(f"{ids.size} blocks on {info.worker}, {shared} shared: {_ids(ids)}")
             sentences += self._state(slot) + self._window(slot)
+        if not info.request_id:
+            sentences += self._return(slot)
         if info.pinned:
             sentences.append(
                 "it is pinned for later prompts: it is evicted only where no running row frees blocks, "
@@ -295,6 +298,18 @@ class Explainer:
                 words = f"it holds no blocks: {size * len(found)} of its tokens are in the host tier of {group.name}"
                 return f"{words}, behind {size * first} in cached blocks; they come back when a request needs them"
         return "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
+
+    def _return(self, slot: int) -> list[str]:
+        """Describe why an idle sequence came back before a request, or when it may."""
+        s, idle = self._cache.sequences, self._cache.idle
+        expected = None if s.pinned[slot] else idle.expected(slot)
+        when = f"it is expected when it has been idle for {_times(*expected)}" if expected is not None else ""
+        if s.returned[slot]:
+            since = duration(self._clock.now_us - int(s.resident_us[slot]))
+            return [f"it came back from the host tier before a request, {since} ago: {when or 'it is pinned'}"]
+        if s.return_us[slot] and s.pool[slot] == NO_POOL and when:
+            return [f"{when}, as its tenant's sequences are between two requests; then it comes back if there is room"]
+        return []
 
     def _window(self, slot: int) -> list[str]:
         """Describe the window blocks of a resident sequence."""
@@ -367,6 +382,10 @@ class Explainer:
 def _facts(info: Message, *names: str) -> Facts:
     """Return the named fields of a reply."""
     return {name: getattr(info, name) for name in names}
+
+
+def _times(early_us: int, late_us: int) -> str:
+    return f"{duration(early_us)} to {duration(late_us)}"
 
 
 def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:

@@ -122,6 +122,9 @@ def _host_stats(tier: HostTier | None) -> dict[str, int]:
         "host_unswapped_total": tier.unswapped_total,
         "host_swapped_blocks_total": tier.swapped_blocks_total,
         "host_swap_saved_us_total": tier.swap_saved_us_total,
+        "host_returns_total": tier.returns_total,
+        "host_returns_used_total": tier.returns_used_total,
+        "host_returns_wasted_total": tier.returns_wasted_total,
         "host_missed_tags_total": tier.missed_tags_total,
         "host_missed_checksums_total": tier.missed_checksums_total,
     }
@@ -293,6 +296,9 @@ def _host_row(tier: HostTier | None, block_size: int) -> tuple[int, ...]:
         tier.swap_saved_us_total,
         tier.yields.skipped_total,
         tier.yields.recomputed_total,
+        tier.returns_total,
+        tier.returns_used_total,
+        tier.returns_wasted_total,
     )
 
 

@@ -40,6 +40,7 @@ from .disk_waits import DiskWaits
 from .drafts import Drafts
 from .prefetch import Prefetch
 from .queue import WaitingQueue
+from .returning import Returning
 from .rows import BATCH_PRIORITY, RunningRows
 
 BLOCKED_MAX = 16  # after this many requests without room, groups that could hold one are skipped
@@ -56,6 +57,7 @@ class Admission:
         self.choice = Choice(cache, requests)
         self.disk_waits = DiskWaits(cache, self.choice)
         self._prefetch = Prefetch(cache, self.choice)
+        self.returning = Returning(cache, self.waiting)
         self.drafts = Drafts(cache, requests, self.rows)
         self._orders = 0
         self.waits, self._meters = cache.waits, cache.tenants.meters
@@ -65,6 +67,8 @@ class Admission:
     def enqueue(self, request: Request) -> None:
         """Queue a new request, which waits for its turn or for its first sibling to compute the prompt."""
         self.waits.admission_due = True
+        if request.sequence_id or request.continues:
+            self._prefetch.hurry(request)
         request.phases.queued_for = self._why_untried(request.priority == BATCH_PRIORITY)
         if self.waits_for_sibling(request):
             self.waiting.park(request)
@@ -177,6 +181,9 @@ class Admission:
         self.waits.admission_due = False
         while (found := self._next_to_start()) is not None:
             self._start(*found)
+        if self.waiting.size:
+            for group in self._cache.groups.values():
+                self.returning.make_way(group)
 
     def _next_to_start(self) -> tuple[Request, Placement] | None:
         """Return the first request of the queue that has room, and its placement."""

@@ -6,15 +6,39 @@ A request waits once it could start, and for `schedule.disk_wait_s` in all. What
 from __future__ import annotations
 
 from ..cache.disk_hits import load_from_disk
+from ..cache.hashing import Hashes
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import NO_DONOR, Placement
-from ..cache.sequences import NO_POOL
+from ..cache.sequences import NO_POOL, Tokens
 from ..deadlines import DISK_WAIT
 from ..limits import microseconds
 from ..requests.phases import PREEMPTED
 from ..requests.request import NO_SLOT, Request
 from ..waits import DISK, Wait, load_of, patience_of
 from .choice import Choice
+
+
+def order_loads(
+    cache: KVCacheManager, placement: Placement, prefix: tuple[int, Tokens, Hashes], most: int, tenant: int
+) -> tuple[int, ...]:
+    """Order what a placement lacks and a disk has to be copied to the host tier.
+
+    Args:
+        cache: The cache.
+        placement: The placement, in a group with a disk tier.
+        prefix: The salt, the tokens and the hashes of their full blocks.
+        most: How many leading tokens may be shared.
+        tenant: The tenant that is charged for the blocks of the host tier.
+
+    Returns:
+        The loads to wait for; () if the disk has nothing that is worth reading.
+    """
+    group, end = placement.group, most // cache.blocks.block_size
+    assert group.disk is not None
+    if group.pool.mixed:
+        return load_from_disk(placement, prefix, end, tenant, first_of=cache.windows.first)
+    first = int(placement.hits.size) + len(placement.host)
+    return group.disk.load(*prefix, placement.host, first, end, tenant)
 
 
 class DiskWaits:
@@ -42,13 +66,8 @@ class DiskWaits:
         if slot != NO_SLOT and s.pool[slot] != NO_POOL:
             return None
         tokens, hashes = self._choice.prefix_of(request)
-        first, most = placement.hits.size + len(placement.host), self._choice.shareable(request, tokens)
-        prefix, end = (request.salt, tokens, hashes), most // s.block_size
-        if placement.group.pool.mixed:
-            windows = self._cache.windows
-            loads = load_from_disk(placement, prefix, end, request.tenant, first_of=windows.first)
-        else:
-            loads = host.disk.load(*prefix, placement.host, first, end, request.tenant)
+        most = self._choice.shareable(request, tokens)
+        loads = order_loads(self._cache, placement, (request.salt, tokens, hashes), most, request.tenant)
         if not loads:
             return None
         if request.disk_until_us < 0:

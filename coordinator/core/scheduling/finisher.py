@@ -59,6 +59,9 @@ class RequestFinisher:
             if slot is not None:
                 s.request[slot] = 0
                 s.is_idle(slot)
+                self._cache.idle.began(slot)
+        elif request.kept_id:
+            self._cache.idle.began(self._cache.sequences.find(request.kept_id))
         request.reason, request.error = reason, error
         cut = request.cut = 0 if keep is None else request.tokens.size - keep
         if cut:

@@ -23,6 +23,16 @@ class Prefetch:
     def __init__(self, cache: KVCacheManager, choice: Choice) -> None:
         self._cache, self._choice = cache, choice
 
+    def hurry(self, request: Request) -> None:
+        """Let the next step carry all that is on its way to the sequence of a new request."""
+        s = self._cache.sequences
+        slot = s.slot_of.get(request.sequence_id or request.continues, NO_SLOT)
+        group = self._cache.groups.get(int(s.pool[slot])) if slot != NO_SLOT else None
+        if group is not None and group.host is not None and group.host.paced.slot == slot:
+            group.host.hurry(slot)
+            s.last_step[slot] = group.next_step
+            group.pool.await_step(group.next_step)  # the request starts then
+
     def bring(self, request: Request) -> None:
         """Bring the sequence of a queued request back, if there is room and a host tier has blocks of it."""
         s, residency = self._cache.sequences, self._cache.residency

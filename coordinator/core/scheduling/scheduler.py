@@ -422,6 +422,8 @@ class Scheduler:
             try:
                 self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
+                if self._admission.returning.make_way(group):
+                    continue
                 # Blocks come back with the next result: wait instead of preempting.
                 if group.pool.quarantined or group.forming or (group.window_pages and group.sent):
                     return False
@@ -536,6 +538,8 @@ class Scheduler:
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
         asks = group.model_drafts.most > 0 and sampled.size > 0 and not prefill_tokens
+        if group.host is not None and group.host.paced.waiting:
+            self._admission.returning.hold(group, step_id)
         host_writes, host_reads, host_wipes = group.flush_host_copies(step_id)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1

@@ -53,6 +53,8 @@ class Worker:
             host_missed_total=tier.missed_tags_total + tier.missed_checksums_total if tier else 0,
             host_swapped_total=tier.swapped_total if tier else 0,
             host_swap_saved_us_total=tier.swap_saved_us_total if tier else 0,
+            host_returns_total=tier.returns_total if tier else 0,
+            host_returns_used_total=tier.returns_used_total if tier else 0,
             disk=self.group.disk.stats() if self.group and self.group.disk else None,
         )
 

@@ -120,12 +120,14 @@ def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
     assert value(found, "kvforge_host_swap_saved_seconds_total", worker="w0") == pytest.approx(28e-6)
     skipped = [value(found, f"kvforge_host_{name}_blocks_total", worker="w0") for name in ("skipped", "recomputed")]
     assert skipped == [29, 30]
+    ended = [value(found, "kvforge_host_returns_ended_total", worker="w0", way=way) for way in ("used", "wasted")]
+    assert value(found, "kvforge_host_returns_total", worker="w0") == 31 and ended == [32, 33]
     disks = [value(found, "kvforge_disk_blocks", worker="w0", state=state) for state in states]
-    assert disks == [32, 33, 31 - (32 + 33 + 34), 34]
+    assert disks == [35, 36, 34 - (35 + 36 + 37), 37]
     names = ("recovered_blocks", "saved_blocks", "loaded_blocks", "evicted_blocks", "unsaved_blocks", "failed_copies")
     names = (*names, "late_requests", "declined_requests")
-    assert [value(found, f"kvforge_disk_{name}_total", worker="w0") for name in names] == [*range(35, 43)]
-    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [43, 44]
+    assert [value(found, f"kvforge_disk_{name}_total", worker="w0") for name in names] == [*range(38, 46)]
+    assert [value(found, "kvforge_disk_misses_total", worker="w0", reason=r) for r in ("tag", "checksum")] == [46, 47]
     assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
     assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
     assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0
