@@ -19,6 +19,7 @@ from tools.cluster.cluster import Cluster
 
 from .shared import wait_empty
 from .test_host_tier import BLOCKS, CACHED, PROMPTS, bits, found, serve
+from .test_unresponsive import wait_log
 
 HOST_BYTES, DISK_BYTES = 4 << 20, 3 * segments.SEGMENT_BYTES
 WAIT_S = 60.0
@@ -108,7 +109,7 @@ def test_prefixes_come_back_after_a_restart_of_everything() -> None:
         os.kill(copying_process(cluster.pid("w0")), signal.SIGKILL)
         again = [serve(kv, prompt) for prompt in [*PROMPTS, *PROMPTS]]
         assert list(map(bits, again)) == list(map(bits, [*whole, *whole]))
-        assert "disk tier: its process has ended" in cluster.log("w0")
+        wait_log(cluster, "w0", "disk tier: its process has ended")
 
 
 def flip(path: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_file_in_memory_is_in_huge_pages_or_says_why_not() -> None:
 
 
 # behaviour: a process that opted out of huge pages gets small ones, with the reason
+@pytest.mark.skipif(not huge_pages.whole_pieces(HUGE_BYTES), reason="the kernel has no transparent huge pages of 2 MiB")
 def test_a_process_without_huge_pages_says_so() -> None:
     control = ctypes.CDLL(None).prctl
     assert control(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
