@@ -59,7 +59,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         blocks: Size of the KV pool in blocks.
         host_bytes: Size of the host file in bytes: memory of the host that keeps blocks which the pool evicts, also
             beyond the end of this process (see docs/host-tier.md). 0: none.
-        host_dir: Folder of the host file, in memory; "": /dev/shm.
+        host_dir: Folder of the host file, in memory (tmpfs or hugetlbfs); "": /dev/shm.
         disk_bytes: Most bytes of the disk tier, which keeps blocks of the host file beyond the end of the host (see
             docs/disk-tier.md), of each rank. It needs `host_bytes` and `disk_dir`. 0: none.
         disk_dir: Folder of the disk tier.

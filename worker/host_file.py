@@ -265,7 +265,7 @@ def host_path(folder: str, runtime: Path, name: str) -> Path:
     """
     place = Path(folder).expanduser() if folder else Path("/dev/shm")  # noqa: S108 - the file is only the owner's
     if not place.is_dir():
-        raise InvalidConfiguration("host_dir", f"{str(place)!r} is no folder: name one in memory (tmpfs)")
+        raise InvalidConfiguration("host_dir", f"{str(place)!r} is no folder: name one in memory (tmpfs or hugetlbfs)")
     ours = hashlib.blake2b(f"{os.getuid()}\n{runtime}\n{name}".encode(), digest_size=12).hexdigest()
     return place / f"kvforge-host-{ours}"
 
