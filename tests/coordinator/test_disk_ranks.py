@@ -1,4 +1,4 @@
-"""The disks of a worker with ranks count as one: entries are on all of them, and all answer each order."""
+"""The disks of a worker with ranks count as one: entries are on all disks, and all answer each order."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_unknown_idle_times_bring_nothing_back() -> None:
     assert not is_resident(driver, sequence) and totals(driver) == (0, 0, 0)
 
 
-def test_sequences_of_which_few_are_continued_stay_down() -> None:
+def test_sequences_stay_down_where_few_are_continued() -> None:
     driver, _ = world()
     for _ in range(4 * LEARN_MIN):
         sequence = waiting(driver, FIRST[:3])
@@ -257,7 +257,7 @@ def test_steps_carry_a_few_blocks_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def partly_back(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> tuple[HostDriver, HostWorker, int]:
-    """A sequence of which one block is on its way, and others are not in a step yet."""
+    """Return a sequence with one block on its way and others that are not in a step yet."""
     monkeypatch.setattr(paced_reads, "BLOCKS_MIN", 1)
     monkeypatch.setattr(paced_reads, "IDLE_BLOCKS", 1)
     driver, worker, sequence = moved_down(steps_in_flight_max=1, **limits)
