@@ -21,7 +21,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 from tests.worker.kept_memory import trim_rarely
-from tests.worker.quick_loads import load_quickly
+from tests.worker.quick_loads import load_alike, load_quickly
 from tests.worker.undefined import fill_with_nan
 
 TRIAL_S_MAX = 120.0
@@ -74,6 +74,12 @@ def _undefined_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that plant no fault that a load would find."""
     load_quickly(monkeypatch)
+
+
+@pytest.fixture
+def alike_loads(quick_loads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that plant no fault in layers or their descriptions either."""
+    load_alike(monkeypatch)
 
 
 @pytest.fixture

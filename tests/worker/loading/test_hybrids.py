@@ -281,6 +281,7 @@ def test_a_decoder_that_is_not_described_steps_as_described_or_row_by_row(
         tiny(model_type, block_size=16, **fields)
 
 
+@pytest.mark.usefixtures("alike_loads")
 @pytest.mark.parametrize("name", by_parts(STEPPING, HYBRID, MIXER))
 def test_generated_tokens_of_all_rows_are_computed_together(
     name: str,
@@ -426,6 +427,7 @@ def test_minimax_begins_with_layers_of_lightning_attention(
         assert int((apart > ROUNDING).sum()) <= MAGNIFIED_SHARE * len(apart) and float(apart.max()) <= MAGNIFIED
 
 
+@pytest.mark.usefixtures("alike_loads")
 @pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite", "recurrent_gemma"])
 def test_greedy_tokens_are_those_of_generate(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
@@ -475,6 +477,7 @@ def check_states_in_16_bits(
     assert torch.equal(paged_logits(model, [sequence], [[70]])[0], paged_logits(model, [sequence], [[64], [6]])[0])
 
 
+@pytest.mark.usefixtures("alike_loads")
 @pytest.mark.parametrize(
     ("name", "state_dtype", "allowed"),
     every_pair(
@@ -502,6 +505,7 @@ def test_states_kept_in_16_bits(
     assert 0 < float((found[0] - want).abs().max()) <= allowed * float(want.abs().max())
 
 
+@pytest.mark.usefixtures("alike_loads")
 @pytest.mark.parametrize(
     ("name", "kv_dtype", "allowed"), every_pair(["lfm2", "jamba", "kimi_linear"], [("int8", 0.02), ("fp8", 0.1)])
 )
@@ -614,6 +618,7 @@ PROJECTIONS = {
 }
 
 
+@pytest.mark.usefixtures("alike_loads")
 @pytest.mark.parametrize("name", by_parts(list(PROJECTIONS), HYBRID, MIXER))
 def test_projections_are_computed_for_all_rows_at_once(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]

@@ -22,7 +22,6 @@ from tests.worker.conftest import TINY
 
 loading = sys.modules["kvforge.worker.loading.load"]
 building = sys.modules["kvforge.worker.loading.build"]  # the package has a function of that name
-pytestmark = pytest.mark.usefixtures("quick_loads")
 SMALL = {**TINY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
 DEEP = "[" * 100_000 + "]" * 100_000
 

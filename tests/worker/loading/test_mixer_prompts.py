@@ -21,7 +21,7 @@ from .test_hybrids import MAGNIFIED, MAGNIFIED_SHARE, ROUNDING, cached_logits
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*"),
-    pytest.mark.usefixtures("quick_loads"),
+    pytest.mark.usefixtures("alike_loads"),
     NEEDS_CACHE,
 ]
 LENGTHS = (127, 1, 66)

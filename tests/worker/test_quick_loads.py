@@ -1,0 +1,88 @@
+"""What a load of a tiny model leaves out, because it passed before in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge.protocol.errors import UnsupportedModel
+from kvforge.worker.device.device import Device
+from kvforge.worker.loading.load import load_model
+from kvforge.worker.loading.model import LoadedModel
+from tests.worker import quick_loads
+from tests.worker.loading.random_models import save
+
+build = import_module("kvforge.worker.loading.build")  # the package has a function of that name
+Calls = list[str]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The checks that run, in a process that remembers none."""
+    for name in ("_steady", "_rehearsed"):
+        monkeypatch.setattr(quick_loads, name, set())
+    monkeypatch.setattr(quick_loads, "_verified", {})
+    found = Calls()
+
+    def note(name: str) -> None:
+        check: Callable[..., Any] = getattr(quick_loads, name)
+        monkeypatch.setattr(quick_loads, name, lambda *given, **how: found.append(name) or check(*given, **how))  # type: ignore[func-returns-value]
+
+    for name in ("_unsteady", "_verify", "_rehearse", "_foresee"):
+        note(name)
+    return found
+
+
+@pytest.fixture
+def load(cpu: Device, tmp_path: Path) -> Callable[..., LoadedModel]:
+    """load(number, **fields) -> a Llama with equal weights, in a folder of its own."""
+
+    def write(number: int, **fields: Any) -> LoadedModel:
+        folder = save(tmp_path / str(number) / "model", "llama", fields)
+        return load_model(folder, device=cpu, block_size=4, dtype="float32")
+
+    return write
+
+
+@pytest.mark.usefixtures("alike_loads")
+def test_an_equal_model_in_another_folder_is_checked_once(calls: Calls, load: Callable[..., LoadedModel]) -> None:
+    first = load(1)
+    assert {"_unsteady", "_verify", "_rehearse", "_foresee"} <= set(calls)
+    calls.clear()
+    again = load(2)
+    assert calls == []
+    assert again.info.source != first.info.source and again.info.fingerprint == first.info.fingerprint
+    assert again.info.determinism == first.info.determinism
+    load(3, rope_theta=5e5)
+    assert {"_unsteady", "_verify", "_rehearse", "_foresee"} <= set(calls), "another model"
+
+
+@pytest.mark.usefixtures("quick_loads")
+def test_only_tests_that_ask_leave_out_the_comparison(calls: Calls, load: Callable[..., LoadedModel]) -> None:
+    verify = import_module("kvforge.worker.loading.load").verify
+    load(1)
+    assert import_module("kvforge.worker.loading.load").verify is verify is not quick_loads.verify_once
+    assert "_unsteady" in calls and "_verify" not in calls
+
+
+@pytest.mark.usefixtures("alike_loads")
+def test_a_failure_is_found_again(
+    calls: Calls, load: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModel("llama", "planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quick_loads, "_foresee", refuse)
+        patched.setattr(quick_loads, "_unsteady", lambda *_: "planted")
+        for number in range(2):
+            with pytest.raises(UnsupportedModel, match="planted"):
+                load(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(quick_loads, "_unsteady", lambda *_: "planted")
+        assert [load(number).unsteady for number in (2, 3)] == ["planted", "planted"]
+    assert load(4).unsteady == "" and calls.count("_unsteady") == 1
