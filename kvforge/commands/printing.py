@@ -79,7 +79,7 @@ def print_host_tier(worker: WorkerHealth) -> None:
             saved_s = worker.host_swap_saved_us_total / 1e6
             moved += f"; {worker.host_swapped_total} requests swapped in, {saved_s:.1f} s saved"
         if worker.host_returns_total:
-            used = f"{worker.host_returns_used_total} of them used"
+            used = f"{worker.host_returns_used_total} used"
             moved += f"; {worker.host_returns_total} sequences back before a request, {used}"
         print(f"    host tier: {worker.host_cached} of {worker.host_blocks} blocks cached; {moved}")
 

@@ -9,10 +9,15 @@ import pytest
 
 from kvforge.coordinator.core.cache import paced_reads
 from kvforge.coordinator.core.cache.idle_times import LEARN_MIN
+from kvforge.coordinator.core.cache.idle_tracker import RETRY_US
 from kvforge.coordinator.core.cache.sequences import NO_POOL
 from kvforge.coordinator.core.limits import Quota
+from kvforge.coordinator.core.reporting.statistics import pool_row
+from kvforge.coordinator.core.scheduling import returning
 from kvforge.coordinator.journal import snapshot
 from kvforge.coordinator.journal.entries import STATE_VERSION
+from kvforge.protocol.messages import GetHealth
+from kvforge.protocol.meters import POOL_COUNTS
 from tests.coordinator import test_disk_tier
 from tests.coordinator.driver import continuation
 from tests.coordinator.test_host_ranks import HostRanks
@@ -203,6 +208,20 @@ def test_neither_an_idle_sequence_nor_the_last_blocks_are_taken() -> None:
     assert is_resident(driver, sequence)
 
 
+def test_a_turn_deals_with_a_bounded_number_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(returning, "DUE_MAX", 1)
+    driver, _ = world()
+    sequences = [waiting(driver, prompt) for prompt in (FIRST, SECOND)]
+    crowd(driver)
+    s, slots = driver.machine.cache.sequences, [slot_of(driver, sequence) for sequence in sequences]
+    due_us = int(s.return_us[slots].max())
+    s.return_us[slots] = due_us
+    driver.now_us = due_us
+    driver.turn()
+    assert [is_resident(driver, sequence) for sequence in sequences].count(True) == 1
+    assert s.return_us[slots].min() == due_us + RETRY_US, "the other one is tried in a later turn"
+
+
 def test_a_ceiling_holds() -> None:
     driver, _ = world(quotas={"small": Quota(ceiling=7)})
     sequence = waiting(driver, tenant="small")
@@ -380,3 +399,16 @@ def test_an_explanation_says_why_a_sequence_came_back_or_will() -> None:
     pass_time(driver, PAUSE_US - 1)
     said = " ".join(driver.explain(sequence_id=sequence).sentences)
     assert "it came back from the host tier before a request" in said
+
+
+def test_statistics_and_health_count_what_came_back() -> None:
+    driver, _, sequence = moved_down()
+    pass_time(driver, PAUSE_US - 1)
+    driver.submit([8], 2, sequence_id=sequence)
+    driver.run_until_idle()
+    (pool,), (group,) = driver.stats().pools, driver.machine.cache.groups.values()
+    assert (pool.host_returns_total, pool.host_returns_used_total, pool.host_returns_wasted_total) == (1, 1, 0)
+    row = dict(zip(POOL_COUNTS, pool_row(driver.machine.cache, group), strict=True))
+    assert [row[f"host_returns{end}"] for end in ("", "_used", "_wasted")] == [1, 1, 0]
+    (worker,) = driver.ask(GetHealth(rid=driver.rid())).workers
+    assert (worker.host_returns_total, worker.host_returns_used_total) == (1, 1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache.groups import Group
+from ..cache.idle_tracker import RETRY_US
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.paced_reads import NO_SLOT
 from ..cache.placement import Placement
@@ -24,7 +25,8 @@ from .queue import WaitingQueue
 
 SHARE = 4  # sequences that came back and were not continued yet have at most 1 / SHARE of a pool
 LEFT = 16  # 1 / LEFT of the pool stays free or cached
-TRIES_MAX = 4  # sequences of a turn whose prefix is looked up
+DUE_MAX = 32  # sequences that are dealt with in a turn: others of a lost worker are due together
+TRIES_MAX = 4  # sequences with a prefix that is looked up in a turn
 
 
 class Returning:
@@ -41,7 +43,9 @@ class Returning:
         if due.size:
             tries = TRIES_MAX
             # The shorter a sequence has been idle, the likelier it is to be continued.
-            for slot in due[np.lexsort((s.id[due], -s.accessed_us[due]))].tolist():
+            due = due[np.lexsort((s.id[due], -s.accessed_us[due]))]
+            s.return_us[due[DUE_MAX:]] = now_us + RETRY_US
+            for slot in due[:DUE_MAX].tolist():
                 tries -= self._act(slot, look_up=tries > 0)
             (timed,) = s.return_us.nonzero()
         return int(s.return_us[timed].min()) if timed.size else NEVER
@@ -58,8 +62,11 @@ class Returning:
         if late_us is None:
             idle.try_again(slot)
             return False
+        if not look_up or self._waiting.size or self._cache.residency.still_read(slot):
+            idle.try_again(slot)
+            return False
         groups = [group for group in self._cache.groups.values() if self._has_place(group, slot)]
-        if not look_up or self._waiting.size or not groups or self._cache.residency.still_read(slot):
+        if not groups:
             idle.try_again(slot)
             return False
         placement = self._placement(slot, groups)

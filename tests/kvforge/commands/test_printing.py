@@ -61,9 +61,12 @@ def test_the_host_tier_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
         printing.print_host_tier(WorkerHealth(name="w", pid=1, state="ready", host_blocks=blocks, **counts))
     line = "    host tier: 5 of 8 blocks cached; 9 saved, 4 loaded, 1 missed"
     assert capsys.readouterr().out == f"{line}\n"
+    returned = counts | {"host_blocks": 8, "host_returns_total": 5, "host_returns_used_total": 4}
     swapped = counts | {"host_blocks": 8, "host_swapped_total": 3, "host_swap_saved_us_total": 1_260_000}
     printing.print_host_tier(WorkerHealth(name="w", pid=1, state="ready", **swapped))
     assert capsys.readouterr().out == f"{line}; 3 requests swapped in, 1.3 s saved\n"
+    printing.print_host_tier(WorkerHealth(name="w", pid=1, state="ready", **returned))
+    assert capsys.readouterr().out == f"{line}; 5 sequences back before a request, 4 used\n"
 
 
 def test_texts_in_turn_come_out_whole_and_in_order() -> None:
