@@ -21,6 +21,7 @@ from tools.simulation.draws import Draws
 from tools.simulation.faults import plant
 from tools.simulation.faults_of_returns import FAULTS_OF_RETURNS
 from tools.simulation.runner import Outcome, play
+from tools.simulation.settings import Settings
 
 EVENTS, SEEDS, SEEDS_MAX = 1200, 6, 30
 # Conversations that keep their sequences, with time between the turns, in a pool with room for some.
@@ -35,7 +36,19 @@ RETURNING = msgspec.structs.replace(
     wipe_gap_us=0,
     quotas={},
 )
-RANKS = msgspec.structs.replace(RETURNING, ranks=(2,))
+WORLDS = {
+    "one process": RETURNING,
+    "two ranks": msgspec.structs.replace(RETURNING, ranks=(2,)),
+}
+OTHERS = {
+    "wipes": msgspec.structs.replace(RETURNING, wipe_gap_us=20_000, half_share=0.05),
+    "deaths of the coordinator": msgspec.structs.replace(RETURNING, crash_gap_us=30_000),
+    "a disk": msgspec.structs.replace(RETURNING, host_blocks=20, disk_blocks=60, order_us=200),
+    "windows": msgspec.structs.replace(RETURNING, window=6, window_pages=1, workers=(40,)),
+    "states": msgspec.structs.replace(
+        RETURNING, state_blocks=1, prompt_chunk=4, checkpoint_tokens=8, step_tokens_max=16, workers=(40,)
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +65,20 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, value)
 
 
-def run_returning(seed: int, settings: msgspec.Struct = RETURNING) -> Outcome:
+def run_returning(seed: int, settings: Settings = RETURNING) -> Outcome:
     """Run a world with actions drawn from the seed."""
     return play(seed, settings, ActionDrawer(settings, Draws(f"returns/{seed}")).actions(), EVENTS, check_every=4)
 
 
-@pytest.mark.parametrize("settings", [RETURNING, RANKS], ids=["one process", "two ranks"])
-def test_every_promise_is_kept_while_sequences_come_back(
-    settings: msgspec.Struct, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("settings", OTHERS.values(), ids=OTHERS)
+def test_every_promise_is_kept_in_other_worlds(settings: Settings) -> None:
+    for seed in range(examples(SEEDS // 3)):
+        outcome = run_returning(seed, settings)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
+@pytest.mark.parametrize("settings", WORLDS.values(), ids=WORLDS)
+def test_every_promise_is_kept_while_sequences_come_back(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     came_back, continued = IdleTracker.came_back, IdleTracker.continued
 
