@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvforge import Client, Request, SamplingParams
+from tests.pairs import every_pair
 from tests.worker.loading.random_models import DESCRIBED, save
 from tools.cluster.cluster import Cluster
 
@@ -55,8 +56,7 @@ def test_each_rank_is_shown_and_their_pool_is_one() -> None:
         wait_empty(kv)
 
 
-@pytest.mark.parametrize("struck", NAMES)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "struck"), every_pair([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], NAMES))
 def test_with_one_rank_all_end_and_no_token_changes(
     struck: str, number: signal.Signals, striking: tuple[Cluster, Client], whole: list[tuple[int, ...]]
 ) -> None:
