@@ -1,4 +1,4 @@
-"""The number of random examples: all in `make test-all` and in a run of chosen tests, fewer in `make test`.
+"""The number of random examples and of checks: all in `make test-all` and of chosen tests, fewer in `make test`.
 
 `make test` takes the first examples of the same sequence, so that it repeats nothing that `make test-all` leaves out.
 """
@@ -31,3 +31,8 @@ def examples(count: int) -> int:
         At least one.
     """
     return max(1, round(_share[0] * count))
+
+
+def thinned(every: int) -> int:
+    """Return `every` in `make test`, else 1: how many events pass between two checks of a long test."""
+    return every if _share[0] < 1.0 else 1

@@ -90,6 +90,7 @@ def test_only_make_test_takes_fewer_examples(selected: str, counts: list[int], m
     config: Any = SimpleNamespace(getoption={"markexpr": selected}.__getitem__)
     amount.choose(config)
     assert [examples(count) for count in (1, 5, 40, 600)] == counts
+    assert amount.thinned(3) == (3 if selected == LEFT_OUT else 1)
 
 
 def test_a_day_has_its_own_seeds_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
