@@ -60,6 +60,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         host_bytes: Size of the host file in bytes: memory of the host that keeps blocks which the pool evicts, also
             beyond the end of this process (see docs/host-tier.md). 0: none.
         host_dir: Folder of the host file, in memory (tmpfs or hugetlbfs); "": /dev/shm.
+        host_huge_pages: Whether a new host file asks for huge pages. False starts faster where the kernel is slow to
+            find them (see docs/host-tier.md).
         disk_bytes: Most bytes of the disk tier, which keeps blocks of the host file beyond the end of the host (see
             docs/disk-tier.md), of each rank. It needs `host_bytes` and `disk_dir`. 0: none.
         disk_dir: Folder of the disk tier.
@@ -116,6 +118,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocks: int = 0
     host_bytes: int = 0
     host_dir: str = ""
+    host_huge_pages: bool = True
     disk_bytes: int = 0
     disk_dir: str = ""
     disk_key_file: str = ""

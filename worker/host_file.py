@@ -173,6 +173,7 @@ class HostFile:
         place: Called with the mapping of the file, [bytes] uint8, and whether an earlier process has filled it. The
             memory of a new file is allocated after that.
         opened: The file at this path, if it was opened before and fits. It must not be closed then, and is not placed.
+        huge: Whether a new file asks for huge pages.
 
     Attributes:
         identity: Equal for two processes if the second finds what the first has written: 32 hex digits.
@@ -198,6 +199,7 @@ class HostFile:
         lock_wait_s: float = LOCK_WAIT_S,
         opened: FoundFile | None = None,
         place: Callable[[npt.NDArray[np.uint8], bool], None] | None = None,
+        huge: bool = True,
     ) -> None:
         assert opened is None or opened.fits(layout, blocks, block_bytes)
         self.path, self.blocks, self.refused = path, blocks, ""
@@ -217,7 +219,7 @@ class HostFile:
                 place(self._mapped.map.octets, self.found)
             if file_id is None:
                 file_id = os.urandom(16)
-                self.refused = _fill(self._fd, path, self._mapped.map)
+                self.refused = _fill(self._fd, path, self._mapped.map, huge)
                 self._mapped.write_head(_HEAD.pack(MAGIC, file_id, digest, blocks, block_bytes))
         except BaseException:
             os.close(self._fd)
@@ -326,10 +328,10 @@ def _map(fd: int, path: Path, blocks: int, block_bytes: int) -> MappedBlocks:
         raise _no_room(fd, path, os.fstat(fd).st_size, error) from None
 
 
-def _fill(fd: int, path: Path, mapped: AlignedMap) -> str:
+def _fill(fd: int, path: Path, mapped: AlignedMap, huge: bool) -> str:
     """Reserve the memory of an empty file, so that no later write finds none. Return as `huge_pages.fill`."""
     try:
-        return huge_pages.fill(fd, mapped)
+        return huge_pages.fill(fd, mapped, huge)
     except OSError as error:
         raise _no_room(fd, path, mapped.octets.nbytes, error) from None
 

@@ -83,12 +83,13 @@ def page_bytes(fd: int) -> int:
     return os.fstatvfs(fd).f_bsize if file_system_of(fd) == HUGETLBFS else 1
 
 
-def fill(fd: int, mapped: AlignedMap) -> str:
+def fill(fd: int, mapped: AlignedMap, wanted: bool = True) -> str:
     """Allocate all memory of an empty file, in huge pages where the system gives them.
 
     Args:
         fd: The file, which has its size.
         mapped: It as a whole.
+        wanted: Whether huge pages are asked for. A file of hugetlbfs has no others.
 
     Returns:
         Why some memory may not be in huge pages, with the remedy; "" if the kernel refused nothing.
@@ -99,6 +100,8 @@ def fill(fd: int, mapped: AlignedMap) -> str:
     size, kind, problem = mapped.octets.nbytes, file_system_of(fd), ""
     if kind == HUGETLBFS:
         _advise(mapped.address, size, _MADV_POPULATE_WRITE)  # posix_fallocate does not follow a NUMA policy there
+    elif not wanted:
+        problem = "host_huge_pages is false"
     elif kind == TMPFS:
         problem = _collapse(mapped)
     else:

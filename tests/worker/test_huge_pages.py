@@ -68,6 +68,13 @@ def test_a_file_in_memory_is_in_huge_pages_or_says_why_not() -> None:
 
 # behaviour: a process that opted out of huge pages gets small ones, with the reason
 @pytest.mark.skipif(not huge_pages.whole_pieces(HUGE_BYTES), reason="the kernel has no transparent huge pages of 2 MiB")
+def test_huge_pages_that_are_not_wanted_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch)
+    with memory_file(4, mmap.PAGESIZE) as (fd, mapped):
+        assert fill(fd, mapped, False) == "host_huge_pages is false"
+        assert kernel.calls == [] and os.fstat(fd).st_blocks * 512 >= mapped.octets.nbytes
+
+
 def test_a_process_without_huge_pages_says_so() -> None:
     control = ctypes.CDLL(None).prctl
     assert control(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0

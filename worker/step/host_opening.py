@@ -104,7 +104,8 @@ def open_host_tier(
         ahead = None
     opened = ahead.found if ahead is not None else None
     placement = HostPlacement(model.device)
-    file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened, place=placement.place)
+    huge = config.host_huge_pages
+    file = HostFile(path, layout, blocks, geometry.bytes_per_block, opened=opened, place=placement.place, huge=huge)
     lies, content = placement.describe(file), "with its content" if file.found else "empty"
     log.info("host tier: %d blocks in %s, %s; %s", blocks, path, content, lies)
     host = HostTransfers(pool, file, ahead.pieces if ahead is not None else None)

@@ -181,6 +181,10 @@ def test_a_worker_describes_its_file(
     lines = [record.message for record in caplog.records if record.message.startswith("host tier: 8 blocks in ")]
     assert len(lines) == 1 and lines[0].endswith(f", empty; {first.placement}")
     first.close()
+    small = convert({**own, "name": "v", "host_huge_pages": False}, WorkerConfig)
+    other = open_host_tier(small, model, pool)
+    assert other is not None and "(host_huge_pages is false)" in other.placement
+    other.close()
 
     host.away, placed = 2, list[int]()
     monkeypatch.setattr(host_opening, "registrar_of", lambda _device: registrar)
@@ -191,7 +195,7 @@ def test_a_worker_describes_its_file(
     second = open_host_tier(config, model, pool, ahead)
     assert second is not None and second.file.found
     assert second.placement.endswith("; 100 % on NUMA node 0")
-    assert [move for *_, move in host.placed] == [False, False, True], "an opened file is not placed again"
+    assert [move for *_, move in host.placed] == [False, False, False, True], "an opened file is not placed again"
     ahead.end()
     second.close()
     pool.close()
