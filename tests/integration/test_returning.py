@@ -55,8 +55,9 @@ def test_a_sequence_that_moved_down_is_back_before_its_request() -> None:
         sequence = kv.create_sequence(CONTEXT)
         first = go_on(kv, sequence, 6)
         before = pool_of(kv).host_returns_total
-        for prompt in PROMPTS[:3]:
-            serve(kv, prompt)
+        # All are there at once, so that the sequence cannot come back between two prompts, and move down again.
+        for request in [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in PROMPTS[:3]]:
+            request.result(60)
         end_s = monotonic() + RETURN_S
         while pool_of(kv).host_returns_total == before or not kv.explain(sequence=sequence).facts["computed_tokens"]:
             assert monotonic() < end_s, kv.explain(sequence=sequence).sentences

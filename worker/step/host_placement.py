@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.worker import huge_pages, numa
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.file_pages import huge_bytes
@@ -52,13 +52,13 @@ class HostPlacement:
         if refused:
             self.problem = f"NUMA node {self.node} is refused: {refused}"
         elif found and self.share_there(memory) < 1:
-            begun = time.monotonic()
+            begun = monotonic()
             memory[::PAGE].max()  # the kernel moves pages that are in this process's table
             refused = numa.prefer_node(address, size, self.node, move=True)
             log.info(
                 "host tier: %s to NUMA node %d in %.1f s, now %.0f %% there",
                 f"the file could not be moved ({refused})" if refused else "moved the file",
-                *(self.node, time.monotonic() - begun, 100 * self.share_there(memory)),
+                *(self.node, monotonic() - begun, 100 * self.share_there(memory)),
             )
 
     def share_there(self, memory: Octets) -> float:
