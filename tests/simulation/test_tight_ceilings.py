@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvforge.coordinator.core.limits import Quota
-from tests.amount import examples
+from tests.amount import examples, thinned
 from tools.simulation.actions import ActionDrawer
 from tools.simulation.draws import Draws
 from tools.simulation.runner import drawn, play
@@ -30,5 +30,5 @@ def test_every_request_ends_at_a_ceiling_that_just_fits(windows: float) -> None:
         quotas = {tenant: Quota(ceiling=ceiling) for tenant in TENANTS if random.random() < 0.7}
         settings = msgspec.structs.replace(settings, quotas=quotas)
         drawer = ActionDrawer(settings, Draws(f"tight/{seed}"), Draws(f"tight deaths/{seed}"))
-        outcome = play(seed, settings, drawer.actions(), EVENTS, check_every=4)
+        outcome = play(seed, settings, drawer.actions(), EVENTS, check_every=4 * thinned(4))
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
