@@ -68,7 +68,7 @@ class Layout:
         Args:
             blocks: Number of blocks.
             block_bytes: Bytes of a block.
-            unit: The size of the file is a multiple of it: of a huge page, on hugetlbfs.
+            unit: The size of the file is a multiple of this: of a huge page, on hugetlbfs.
         """
         numbers, total = _up_to(PAGE, 8 * blocks), blocks * block_bytes
         large = HUGE_BYTES if total >= LARGE_BYTES else 1

@@ -51,7 +51,7 @@ class Kernel:
         return [(address, size) for address, size, given in self.calls if given == advice]
 
 
-# behaviour: all of a file in memory is allocated, and the bytes in huge pages are those that the kernel counts
+# behaviour: a whole file in memory is allocated, and the bytes in huge pages are those that the kernel counts
 def test_a_file_in_memory_is_in_huge_pages_or_says_why_not() -> None:
     with memory_file(4, mmap.PAGESIZE) as (fd, mapped):
         assert file_system_of(fd) == TMPFS and page_bytes(fd) == 1

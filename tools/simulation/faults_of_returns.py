@@ -24,7 +24,7 @@ def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 
 @fault
 def a_sequence_counts_when_its_first_blocks_have_come() -> list[Patch]:
-    """A sequence that several steps bring back has all of its KV once the first of them is acknowledged."""
+    """A sequence that several steps bring back has all its KV once the first step is acknowledged."""
     flush = HostCopies.flush
 
     def early(self: HostCopies, step: int, running: int = 0) -> Any:

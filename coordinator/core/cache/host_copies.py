@@ -79,7 +79,7 @@ class HostCopies:
         index: The prefix index of the pool.
         writes: Copies that the next step carries: device block -> node.
         reads: Copies that the next step carries: device block -> node, which has a reader more for each.
-        paced: Copies that no request waits for, of which each step carries a few.
+        paced: Copies that no request waits for; each step carries a few.
         loads: By slot: what a sequence gets from the host.
         sent: Copies of steps in flight, the oldest first.
         write_costs: The measured cost of copies to the host by their blocks.

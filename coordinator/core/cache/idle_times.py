@@ -95,7 +95,7 @@ class IdleTimes:
             counts.add(counts.removed, idle_us)
 
     def forget_tenant(self, tenant: int) -> None:
-        """Forget a tenant whose number another one gets."""
+        """Forget a tenant before its number is given to another one."""
         self.by_tenant.pop(tenant, None)
 
     def _own(self, tenant: int) -> IdleCounts:
