@@ -22,6 +22,7 @@ from kvforge.protocol.messages import WorkerHello
 from tests.coordinator.driver import Driver, choose, continuation, fingerprint
 from tests.coordinator.test_draft_choice import ROOM, SOME, TimedDrafter
 from tests.coordinator.test_drafts import drafted
+from tests.pairs import every_pair
 
 TOKENS = 300
 
@@ -125,10 +126,10 @@ def plain_us(way_us: int) -> int:
     ("pass_us", "way_us", "chance", "gain"),
     [
         (60, 500, 0.8, 1.9),  # five passes, the step and the way: 1.85 steps for 3.7 tokens
-        (130, 500, 0.8, 1.5),
+        pytest.param(130, 500, 0.8, 1.5, marks=pytest.mark.soak),
         (130, 800, 0.8, 1.3),
         (130, 500, 0.95, 2.4),
-        (200, 500, 0.8, 1.3),
+        pytest.param(200, 500, 0.8, 1.3, marks=pytest.mark.soak),
     ],
 )
 def test_all_requests_gain_where_a_draft_model_is_right(pass_us: int, way_us: int, chance: float, gain: float) -> None:
@@ -139,8 +140,10 @@ def test_all_requests_gain_where_a_draft_model_is_right(pass_us: int, way_us: in
     assert sum(gains) / len(gains) >= gain
 
 
-@pytest.mark.parametrize("way_us", [100, 500, 1200])
-@pytest.mark.parametrize(("pass_us", "chance"), [(60, 0.0), (130, 0.3), (200, 0.0), (1000, 0.5), (1000, 0.9)])
+@pytest.mark.parametrize(
+    ("pass_us", "chance", "way_us"),
+    every_pair([(60, 0.0), (130, 0.3), (200, 0.0), (1000, 0.5), (1000, 0.9)], [100, 500, 1200]),
+)
 def test_a_draft_model_that_does_not_pay_costs_a_fiftieth(pass_us: int, chance: float, way_us: int) -> None:
     """Beside the trial of a new worker, which is part of its first request."""
     first, (trial, *took) = plain_us(way_us), rounds_us(8, pass_us, way_us, chance, 1)
