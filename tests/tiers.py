@@ -105,15 +105,23 @@ EXCEPTIONS = {
     "tests/gateway/test_clients.py": "process",
     # With a tiny model: test_thousand.py, test_cluster.py and test_sequences.py.
     "tests/integration/test_conformance.py::test_preempted_forked_cached_and_split_over_two_workers": "soak",
+    # Heads, with another draft and other keys and values, are process tests of the same checks.
+    "tests/integration/test_draft_model.py::test_preempted_requests_and_those_of_a_killed_worker_go_on": "soak",
+    "tests/integration/test_draft_model.py::test_the_host_tier_keeps_the_draft_model_and_another_one_is_a_miss": "soak",
     # The real model once more; test_up.py interrupts a service with a tiny one.
     "tests/integration/test_demo.py::test_interrupted_while_it_answers": "soak",
     # A model with states and an EAGLE-3 head comes back from the disk in a process test.
     "tests/integration/test_eagle.py::test_a_head_drafts_for_a_model_with_recurrent_states": "soak",
+    # A draft model comes back from the disk and is a miss there in a process test, a head with states too.
+    "tests/integration/test_eagle.py::test_the_disk_tier_keeps_what_a_head_stores_and_another_head_is_a_miss": "soak",
     # An EAGLE-3 head stores the same, and is a process test.
+    "tests/integration/test_heads.py::test_preempted_requests_and_those_of_a_killed_worker_go_on": "soak",
     "tests/integration/test_heads.py::test_the_disk_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
     "tests/integration/test_heads.py::test_the_host_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_in_16_bits": "soak",
     "tests/integration/test_hybrid_recipes.py::test_the_recipes_with_thousands_of_tokens": "soak",
+    # With drafts and two ranks all of it is a process test.
+    "tests/integration/test_hybrids.py::test_states_through_hits_forks_rewinds_preemption_and_deaths": "soak",
     "tests/integration/test_hybrids.py::test_the_same_with_other_families": "soak",
     "tests/integration/test_sequences.py::test_ten_thousand_cycles_leave_memory_flat": "soak",
     # Two starts of a benchmark in fresh interpreters.

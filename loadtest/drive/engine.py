@@ -121,7 +121,6 @@ class Engine:
         stopping = asyncio.create_task(stop.wait())
         # The data lives until the end and cycles are few: garbage collection would only stall the loop.
         gc.collect()
-        gc.freeze()
         gc.disable()
         cpu_s = time.process_time()
         try:
@@ -134,7 +133,6 @@ class Engine:
             self._clock.close()
             stopping.cancel()
             gc.enable()
-            gc.unfreeze()
             loop.set_exception_handler(None)
         wall_s = max(0.0, monotonic() - start)
         return self._outcomes, DriverStats(late_s=self._late_s, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)

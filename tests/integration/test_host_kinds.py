@@ -9,6 +9,7 @@ from time import monotonic
 import pytest
 
 from kvforge import Client, SamplingParams
+from tests.amount import examples
 from tests.worker.loading.random_models import save
 from tests.worker.step.test_windows import COMMON, MODELS
 from tools.cluster.cluster import Cluster
@@ -20,6 +21,7 @@ from .test_host_tier import (
     BLOCKS,
     CACHED,
     GREEDY,
+    KILLS,
     LONG,
     PROMPTS,
     bits,
@@ -61,7 +63,7 @@ def started(cluster: Cluster) -> Client:
 def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, tmp_path: Path) -> None:
     with cluster_of(name, tmp_path, KINDS[name]) as cluster:
         kv = started(cluster)
-        check_whatever_dies(cluster, kv, CACHED if name in MODELS else CHECKPOINT)
+        check_whatever_dies(cluster, kv, CACHED if name in MODELS else CHECKPOINT, examples(KILLS))
 
 
 # behaviour: the sequences of a killed worker go on from the host with their windows or their state

@@ -47,13 +47,14 @@ def found(results: list[Finished]) -> list[int]:
     return [result.cached_tokens for result in results]
 
 
-def check_whatever_dies(cluster: Cluster, kv: Client, cached: int) -> list[Finished]:
+def check_whatever_dies(cluster: Cluster, kv: Client, cached: int, kills: int = KILLS) -> list[Finished]:
     """Check that evicted prefixes come back with the same bits, also after the worker was killed while it copied.
 
     Args:
         cluster: A worker "w0" with a host file for all prompts, and a pool for about one.
         kv: A client.
         cached: The tokens of a prompt that are found then.
+        kills: How often the worker is killed while it copies.
 
     Returns:
         The answers, as they were computed.
@@ -71,7 +72,7 @@ def check_whatever_dies(cluster: Cluster, kv: Client, cached: int) -> list[Finis
     assert found(after) == [cached] * 3
     assert list(map(bits, after)) == list(map(bits, whole[:3]))
 
-    for _ in range(KILLS):  # while blocks are copied in both directions
+    for _ in range(kills):  # while blocks are copied in both directions
         running = [kv.submit(prompt, max_tokens=TOKENS, sampling=GREEDY) for prompt in 3 * PROMPTS]
         next(iter(running[1]))
         restarted(cluster, kv)

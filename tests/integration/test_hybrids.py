@@ -58,8 +58,11 @@ def test_the_same_with_other_families(name: str, pages: int, ranks: int, tmp_pat
     ],
 )
 def test_the_same_with_drafts(name: str, pages: int, ranks: int, tmp_path: Path) -> None:
-    """Deaths, preemptions and rewinds find the states behind accepted drafts alone."""
-    _check(name, pages, tmp_path, ranks, drafts=True)
+    """Deaths, preemptions and rewinds find the states behind accepted drafts alone.
+
+    Decode steps run from graphs: on a CPU the function itself, with rows of padding.
+    """
+    _check(name, pages, tmp_path, ranks, graphs="on", drafts=True)
 
 
 def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = "auto", drafts: bool = False) -> None:

@@ -173,6 +173,7 @@ def digest_seed(seed: int, events: int, windows: float = WINDOWS_SHARE, hosts: f
 @contextmanager
 def collected_at_their_end() -> Iterator[None]:
     """Collect each world, a large cycle with open files, after its end and not during its life."""
+    frozen = gc.get_freeze_count()  # by the process around it: a thaw would let later collections walk it all
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -180,7 +181,8 @@ def collected_at_their_end() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @contextmanager

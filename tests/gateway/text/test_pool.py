@@ -219,7 +219,7 @@ def test_a_long_text_of_too_many_tokens_is_counted_before_all_of_it_is_held(fold
 
 def test_what_waits_is_bounded(folder: Path) -> None:
     async def check() -> None:
-        pool = TextPool(str(folder), TextLimits(template_s=1.0), processes=1, waiting_max=2)
+        pool = TextPool(str(folder), TextLimits(template_s=0.3), processes=1, waiting_max=2)
         try:
             await pool.start()
             jobs = [asyncio.ensure_future(pool.render(user("loop"), {})) for _ in range(4)]
@@ -235,7 +235,7 @@ def test_what_waits_is_bounded(folder: Path) -> None:
 
 def test_a_job_that_waits_too_long_is_given_up(folder: Path) -> None:
     async def check() -> None:
-        pool = TextPool(str(folder), TextLimits(template_s=600.0, text_s=1.0), processes=1)
+        pool = TextPool(str(folder), TextLimits(template_s=600.0, text_s=0.5), processes=1)
         try:
             await pool.start()
             with pytest.raises(DeadlineExceeded, match="text_s"):

@@ -90,7 +90,7 @@ def test_a_run_of_nothing_has_a_report(tmp_path: Path) -> None:
     assert "INVALID" in (tmp_path / "index.html").read_text()
 
 
-@pytest.mark.parametrize("state", [REFUSED, INTERRUPTED])
+@pytest.mark.parametrize("state", [REFUSED, pytest.param(INTERRUPTED, marks=pytest.mark.soak)])
 def test_a_run_in_which_nothing_finished_has_a_report(tmp_path: Path, state: str) -> None:
     outcomes = [
         Outcome(session=index, due_s=index / 10, state=state, awake_s=index / 10, sent_s=index / 10, ended_s=2.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -62,16 +62,6 @@ def test_packed_products_are_the_plain_ones(
     assert near(ops.linear(x, weight, bias), plain.linear(x, weight, bias), 0.0)  # a tied head may stay plain
 
 
-@pytest.fixture
-def quickly_collected() -> Iterator[None]:
-    """Exclude objects from before the test from each collection."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("quickly_collected")
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_was_packed_is_given_back(
