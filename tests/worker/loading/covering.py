@@ -1,8 +1,9 @@
 """Covering sets of described families: each part of a decoder that any family has, in as few families as possible.
 
 A family is a combination of parts: the place of its norms, the kind of attention, the router, the kind of state. In
-`make test` each family is compared with transformers once. Any other mechanism, such as 16 bits, ranks or Triton's
-interpreter, meets each part once, in the families of a covering set; the other families are soak tests.
+`make test` each family is compared with transformers once, some hybrids by their load alone. Any other mechanism, such
+as 16 bits, ranks or Triton's interpreter, meets each part once, in the families of a covering set; the other families
+are soak tests.
 
 The parts are read from decoders that were loaded, and kept in `tests/data/decoder_parts.json`. The tests that compare a
 family with transformers compare its parts with those of the file too. A family that the file lacks is in each set. To

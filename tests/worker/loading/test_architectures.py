@@ -99,7 +99,21 @@ def _rows_are_tried_elsewhere(quick_loads: None, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
 
 
-@pytest.mark.parametrize(("model_type", "fields"), ARCHITECTURES.values(), ids=ARCHITECTURES)
+# Soak tests: described families that test_families.py or test_fusion.py compares with transformers' layers. What
+# their attention has, others have too: windows, a scale, heads of another size, factors of positions.
+AGAIN = ("llama MQA", "llama yarn", "qwen2", "qwen3", "qwen3 MoE", "mistral", "mixtral", "gemma", "olmo2", "olmo3")
+AGAIN += ("starcoder2", "cohere2", "glm4", "smollm3 without positions", "granite_swa")
+
+
+def each_architecture() -> list[Any]:
+    """Return the model type and the fields of each."""
+    return [
+        pytest.param(*values, id=name, marks=[pytest.mark.soak] if name in AGAIN else [])
+        for name, values in ARCHITECTURES.items()
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), each_architecture())
 def test_paged_logits_are_eager_logits(
     model_type: str,
     fields: dict[str, Any],

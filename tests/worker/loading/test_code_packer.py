@@ -79,7 +79,7 @@ def test_every_product_is_quantised(weight_dtype: str, kinds: dict[str, int], lo
 
 
 @runs_kernels
-@pytest.mark.parametrize("weight_dtype", ["fp8", "int4"])
+@pytest.mark.parametrize("weight_dtype", [pytest.param("fp8", marks=pytest.mark.soak), "int4"])
 def test_experts_are_quantised(weight_dtype: str, load: Load) -> None:
     got = load(weight_dtype, "qwen3_moe", **EXPERTS)
     assert got.fused is not None

@@ -20,7 +20,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.conftest import TINY
 
-from .covering import HYBRID, covering
+from .covering import EXPERTS, HYBRID, MIXER, covering
 from .random_models import FEW_EXPERTS, LINEAR_HEADS, NEEDS_CACHE
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -220,11 +220,11 @@ SERVED_BY = {
 
 
 def cases() -> list[Any]:
-    """Return each kind in float32, and in bfloat16 as few as have all parts; the others in bfloat16 are soak tests."""
+    """Return each kind in float32, and a covering set of states and experts in bfloat16 too."""
     kinds: dict[str, str] = {}
     for kind, (_, _, architecture) in FAMILIES.items():
         kinds.setdefault(SERVED_BY.get(architecture, architecture.removesuffix("ForCausalLM").lower()), kind)
-    few = {kinds[name] for name in covering(kinds)}
+    few = {kinds[name] for name in covering(kinds, within=(*MIXER, *EXPERTS))}
     found = []
     for kind in FAMILIES:
         needs = [NEEDS_CACHE] if "linear_num_key_heads" in FAMILIES[kind][0] else []

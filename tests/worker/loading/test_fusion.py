@@ -70,7 +70,18 @@ def with_random_biases(model: LoadedModel) -> LoadedModel:
     return model
 
 
-@pytest.mark.parametrize(("model_type", "fields"), FUSED.values(), ids=FUSED)
+# Soak tests: the others have more than these.
+AGAIN = ("llama", "mistral", "qwen2")
+
+
+def each_fused() -> list[Any]:
+    return [
+        pytest.param(*values, id=name, marks=[pytest.mark.soak] if name in AGAIN else [])
+        for name, values in FUSED.items()
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), each_fused())
 @torch.inference_mode()
 def test_fused_layers_are_transformers_layers(
     model_type: str,

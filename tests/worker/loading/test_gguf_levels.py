@@ -156,7 +156,7 @@ def test_experts_stay_in_their_levels(tmp_path: Path, kept: None) -> None:
 
 
 @runs_kernels
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.soak)])
 def test_levels_are_quantised_anew_where_that_is_faster(model_type: str, tmp_path: Path, kept: None) -> None:
     """`weight_dtype` makes codes of the levels that a file has, also of experts."""
     fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}

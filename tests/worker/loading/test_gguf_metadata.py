@@ -16,6 +16,7 @@ import transformers
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
 from kvforge.worker.loading import build, find_source, read_config
+from tests.pairs import every_pair
 from tests.worker.conftest import TINY
 from tests.worker.loading.gguf_files import Tensors, write_gguf
 
@@ -105,11 +106,9 @@ SCALINGS: dict[str, tuple[Values, Values, Tensors]] = {
 }
 
 
-@pytest.mark.parametrize(("rope", "metadata", "tensors"), SCALINGS.values(), ids=SCALINGS)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_rotary_scaling(
-    architecture: str, rope: Values, metadata: Values, tensors: Tensors, tmp_path: Path, cpu: Device
-) -> None:
+@pytest.mark.parametrize(("architecture", "scaling"), every_pair(["llama", "qwen2"], SCALINGS))
+def test_rotary_scaling(architecture: str, scaling: str, tmp_path: Path, cpu: Device) -> None:
+    rope, metadata, tensors = SCALINGS[scaling]
     wanted = reference(architecture, rope_scaling=dict(rope))
     path = write_gguf(wanted, tmp_path / "tiny.gguf", architecture, metadata, lambda found: found.update(tensors))
     assert_same(path, wanted, reference(architecture), cpu)

@@ -35,7 +35,7 @@ from kvforge.worker.loading.verification import verify
 from tests.pairs import every_pair
 
 from .cached_logits import cached_logits
-from .covering import HYBRID, MIXER, by_parts, check_parts
+from .covering import HYBRID, MIXER, by_parts, check_parts, covering
 from .random_models import HYBRIDS, NEEDS_CACHE, save
 
 pytestmark = [
@@ -58,6 +58,7 @@ DESCRIBED = (
     "qwen3_next",
     "recurrent_gemma",
 )
+FEW = covering(list(HYBRIDS), HYBRID)
 LONGEST_CHUNK, SHORTEST_UNIT = 64, 16  # 16: two blocks, and longer than a window
 # With kernels for generated tokens.
 STEPPING = (
@@ -118,6 +119,8 @@ def test_a_file_is_parsed_once_for_all_its_classes(monkeypatch: pytest.MonkeyPat
 def units() -> list[Any]:
     """Return the families with the lengths of their sequences: what they are counted in, and what the first has more.
 
+    Those outside of the covering set are soak tests; `test_each_family_is_described` loads them in `make test`.
+
     They are counted in chunks of the family, at least of a block. Kernels that go token by token have chunks of their
     own, the longest ones, and so the first sequence goes on behind one of these. The soak tests have the longest
     chunks and nothing more.
@@ -126,7 +129,8 @@ def units() -> list[Any]:
     for name in HYBRIDS:
         chunk = CHUNKS.get(name, LONGEST_CHUNK)
         unit = max(chunk, SHORTEST_UNIT)
-        found.append(pytest.param(name, unit, LONGEST_CHUNK - unit if chunk == 1 else 0, id=name))
+        marks = [] if name in FEW else [pytest.mark.soak]
+        found.append(pytest.param(name, unit, LONGEST_CHUNK - unit if chunk == 1 else 0, id=name, marks=marks))
     longer = [pytest.param(name, LONGEST_CHUNK, 0, id=f"{name}-long", marks=pytest.mark.soak) for name in CHUNKS]
     return found + longer
 
@@ -146,18 +150,30 @@ def schedules_of(unit: int, more: int) -> dict[str, list[list[int]]]:
     }
 
 
+def checked(name: str, tiny: Callable[..., LoadedModel]) -> LoadedModel:
+    """Return a model after a check of its parts."""
+    model_type, fields = HYBRIDS[name]
+    model = tiny(model_type, block_size=16, **fields)
+    assert model.wants_kinds and model.geometry.state_blocks > 0
+    assert model.prompt_chunk == CHUNKS.get(name, 64)
+    assert (model.fused is not None) == (name in DESCRIBED)
+    check_parts(HYBRID + name, model)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if name not in FEW])
+def test_each_family_is_described(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    """Loading compares the logits of a few tokens with transformers'."""
+    checked(name, tiny)
+
+
 @pytest.mark.parametrize(("name", "unit", "more"), units())
 def test_logits_and_bits(
     name: str, unit: int, more: int, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
     """Logits are transformers' own in any schedule, and have the same bits if prompts are cut at borders of chunks."""
-    model_type, fields = HYBRIDS[name]
-    model = tiny(model_type, block_size=16, **fields)
-    assert model.wants_kinds and model.geometry.state_blocks > 0
-    assert model.prompt_chunk == CHUNKS.get(name, 64)
+    model = checked(name, tiny)
     assert model.info.determinism == "batch-invariant"
-    assert (model.fused is not None) == (name in DESCRIBED)
-    check_parts(HYBRID + name, model)
     rng = np.random.default_rng(3)
     schedules = schedules_of(unit, more)
     sequences = [rng.integers(0, model.vocab_size, count) for count in schedules["at once"][0]]
@@ -428,7 +444,14 @@ def test_minimax_begins_with_layers_of_lightning_attention(
 
 
 @pytest.mark.usefixtures("alike_loads")
-@pytest.mark.parametrize("name", ["lfm2", "minimax", "qwen3_next", "granite", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lfm2",
+        "recurrent_gemma",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("minimax", "qwen3_next", "granite")),
+    ],
+)
 def test_greedy_tokens_are_those_of_generate(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:
@@ -451,7 +474,7 @@ def test_states_in_bfloat16(
     check_states_in_16_bits(name, "bfloat16", tiny, paged_logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "jamba"])
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("jamba", marks=pytest.mark.soak)])
 def test_states_in_float16(
     name: str, tiny: Callable[..., LoadedModel], paged_logits: Callable[..., list[torch.Tensor]]
 ) -> None:

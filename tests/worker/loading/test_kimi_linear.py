@@ -19,6 +19,7 @@ from kvforge.worker.kernels.positions import RotaryTable
 from kvforge.worker.loading import determinism, families, mixer_steps, parts
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.slices import TensorSlice, slices_of
+from tests.pairs import every_pair
 from tests.worker.conftest import TINY
 
 from .random_models import HYBRIDS, NEEDS_CACHE, save
@@ -85,8 +86,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("kimi") / "narrow", model_type, every, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(("kernels", "dtype"), every_pair([False, True], ["float32", "bfloat16", "float16"]))
 def test_it_is_served_as_described(dtype: str, kernels: bool, folder: Path, cpu: Device) -> None:
     model = load_model(folder, device=replace(cpu, kernels=kernels), block_size=16, dtype=dtype)
     assert model.fused is not None and model.can_be_captured

@@ -152,6 +152,30 @@ print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
 
 
 @leaves_out
+def test_after_an_error_transformers_is_imported_again(run_behind: Callable[[str], str]) -> None:
+    code = """
+import sys
+from kvforge.worker.loading import lazy_compiler
+from kvforge.worker.loading.lazy_compiler import StandIn
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+    del sys.modules[name]
+found = []
+
+def importing():
+    found.append((isinstance(sys.modules.get("torch._dynamo"), StandIn), "transformers.half" in sys.modules))
+    sys.modules["transformers.half"] = sys
+    if len(found) == 1:
+        raise AttributeError("no such part")
+
+lazy_compiler._import_all = importing
+lazy_compiler.import_transformers()
+print(found)
+"""
+    assert run_behind(code) == "[(True, False), (False, False)]"
+
+
+@leaves_out
 def test_a_version_that_needs_all_of_torch_gets_it(run: Callable[[str], str]) -> None:
     code = """
 import importlib, sys
@@ -196,11 +220,16 @@ def test_which_versions_are_tried(version: str, whole: bool, monkeypatch: pytest
     assert lazy_compiler._leaves_out() == (not whole)
 
 
-@pytest.mark.parametrize(("version", "whole"), [("5.24.1", False), ("5.16.9", True)])
+@pytest.mark.parametrize(
+    ("version", "whole"), [("5.24.1", False), pytest.param("5.16.9", True, marks=pytest.mark.soak)]
+)
 def test_with_a_build_for_gpus_only_versions_that_were_tried_get_less(
     version: str, whole: bool, run: Callable[[str], str]
 ) -> None:
-    """A transformers version that used the compiler beyond its decorators did not start, half imported."""
+    """A transformers version that used the compiler beyond its decorators did not start, half imported.
+
+    `test_which_versions_are_tried` and `test_with_all_of_torch_nothing_stands_in` have the parts of the soak test.
+    """
     code = f"""
 import torch
 torch.version.cuda = "13.0"
@@ -217,10 +246,36 @@ print(lazy_compiler.LEAVES_OUT, getattr(sys.modules.get("torch._dynamo"), "__fil
 
 
 @leaves_out
-def test_a_metric_of_scikit_learn_is_imported_by_its_first_use(run_behind: Callable[[str], str]) -> None:
-    pytest.importorskip("sklearn")
+def test_with_all_of_torch_nothing_stands_in(run_behind: Callable[[str], str]) -> None:
     code = """
 import sys
+from kvforge.worker.loading import lazy_compiler
+
+lazy_compiler.LEAVES_OUT = False
+with lazy_compiler.less_of_torch():
+    without = [name in sys.modules for name in ("torch._dynamo", "sympy", "boto3")]
+lazy_compiler.LEAVES_OUT = True
+with lazy_compiler.less_of_torch():
+    print(without, [name in sys.modules for name in ("torch._dynamo", "sympy", "boto3")])
+"""
+    assert run_behind(code) == "[False, False, False] [True, True, True]"
+
+
+@leaves_out
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_metric_of_scikit_learn_is_imported_by_its_first_use(
+    is_real: bool, tmp_path: Path, run_behind: Callable[[str], str]
+) -> None:
+    """Importing the real one takes 2 s."""
+    if is_real:
+        pytest.importorskip("sklearn")
+    else:
+        (tmp_path / "sklearn").mkdir()
+        (tmp_path / "sklearn" / "__init__.py").touch()
+        (tmp_path / "sklearn" / "metrics.py").write_text("def roc_curve(*given): return (*given, 1)\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
 from kvforge.worker.loading.lazy_compiler import less_of_torch
 with less_of_torch():
     from sklearn.metrics import roc_curve

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,10 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.loading.library_errors import sentence
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
+from tests.pairs import every_pair
 from tests.worker.conftest import TINY
+
+from .random_models import save
 
 loading = sys.modules["kvforge.worker.loading.load"]
 building = sys.modules["kvforge.worker.loading.build"]  # the package has a function of that name
@@ -26,13 +30,16 @@ SMALL = {**TINY, "hidden_size": 32, "intermediate_size": 48, "num_attention_head
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with weights and config.json, which no test changes."""
+    return save(tmp_path_factory.mktemp("written") / "saved", "llama", SMALL)
+
+
 @pytest.fixture
-def saved(tiny: Callable[..., LoadedModel], tmp_path: Path) -> Path:
-    """Return a folder with weights and config.json."""
-    folder = tmp_path / "saved"
-    model = tiny("llama", kernels=False, **SMALL)
-    model.module.save_pretrained(folder)
-    return folder
+def saved(written: Path, tmp_path: Path) -> Path:
+    """Return a copy of `written`."""
+    return Path(shutil.copytree(written, tmp_path / "saved"))
 
 
 def change(path: Path, **values: Any) -> None:
@@ -40,8 +47,13 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(found | values))
 
 
-@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("odd", [[2, None], [[2]], {"a": 2}, ["</s>"], "</s>", 2.5, True, [0] * 1000])
+@pytest.mark.parametrize(
+    ("where", "odd"),
+    every_pair(
+        ["generation_config.json", "config.json"],
+        [[2, None], [[2]], {"a": 2}, ["</s>"], "</s>", 2.5, True, [0] * 1000],
+    ),
+)
 def test_an_odd_end_of_sequence_is_named(where: str, odd: Any, saved: Path, cpu: Device) -> None:
     change(saved / where, eos_token_id=odd)
     with pytest.raises(UnsupportedModel, match=f"eos_token_id in {where}"):
@@ -135,8 +147,11 @@ RAISED = [
 ]
 
 
-@pytest.mark.parametrize("raised", RAISED, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("at", ["model_class", "rehearse", "text_part", "verify", "fingerprint"])
+@pytest.mark.parametrize(
+    ("at", "raised"),
+    every_pair(["model_class", "rehearse", "text_part", "verify", "fingerprint"], RAISED),
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
 def test_whatever_foreign_code_raises_is_a_refusal(
     at: str, raised: BaseException, saved: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,10 @@ import torch
 from kvforge.worker.kernels.prompt_reference import PlainPrompts
 from kvforge.worker.kernels.prompt_rows import PromptRows
 from kvforge.worker.kernels.recurrent import StateOperations
+from kvforge.worker.loading import determinism
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.serving_kernels import serving_kernels
+from tests.pairs import every_pair
 
 from .covering import HYBRID, MIXER, by_parts
 from .random_models import HYBRIDS, NEEDS_CACHE
@@ -24,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("alike_loads"),
     NEEDS_CACHE,
 ]
-LENGTHS = (127, 1, 66)
+LENGTHS = (83, 1, 66)
 FEW: dict[str, Any] = {"num_hidden_layers": 2}  # of which one has a state, for the interpreter
 LAYERS = {
     "granite": ["mamba", "attention"],
@@ -55,6 +57,8 @@ def chunked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Tiny:
     """chunked(way, name, **settings) -> a model that computes prompts in chunks."""
 
     def load(way: str, name: str, **settings: Any) -> LoadedModel:
+        # `check_prompts` compares rows alone and in company itself.
+        monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")
         model_type, fields = HYBRIDS[name]
         if way == "Triton":
             pytest.importorskip("triton")
@@ -95,16 +99,15 @@ def check_prompts(way: str, name: str, chunked: Tiny, paged_logits: Logits) -> N
         want = cached_logits(model, sequence, [len(sequence)])
         apart = (got - want).abs().amax(1) / want.abs().max()
         assert int((apart > ROUNDING).sum()) <= MAGNIFIED_SHARE * len(apart) and float(apart.max()) <= MAGNIFIED
-    together = paged_logits(model, sequences, [[64, 0, 66], [63, 1, 0]], prompts=2)
+    together = paged_logits(model, sequences, [[64, 0, 66], [19, 1, 0]], prompts=2)
     assert all(torch.equal(*each) for each in zip(together, alone, strict=True))
     # Cut elsewhere, where tokens were generated in between, and beside other generated tokens.
-    for got, want in zip(paged_logits(model, sequences, [[64, 1, 5], [20, 0, 1], [43, 0, 60]]), alone, strict=True):
+    for got, want in zip(paged_logits(model, sequences, [[64, 1, 5], [12, 0, 1], [7, 0, 60]]), alone, strict=True):
         assert float((got - want).abs().max()) <= MAGNIFIED * float(want.abs().max())
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
-@pytest.mark.parametrize("way", ["plain", "Triton"])
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("way", "state_dtype"), every_pair(["plain", "Triton"], ["float32", "bfloat16"]))
 def test_a_prompt_leaves_the_same_state_in_any_schedule(
     way: str, state_dtype: str, chunked: Tiny, paged_logits: Logits
 ) -> None:

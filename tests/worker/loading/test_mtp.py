@@ -217,7 +217,7 @@ def test_families_without_known_modules_are_refused(tmp_path: Path, cpu: Device)
         opened(place, cpu)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.soak), "qwen3_5_moe"])
 def test_a_module_of_qwen_3_5_is_that_of_the_whole_checkpoint_and_of_its_text_alone(
     family: str, written: Callable[[str], Path], cpu: Device
 ) -> None:

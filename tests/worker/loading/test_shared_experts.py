@@ -59,9 +59,20 @@ def mixture_of(model: LoadedModel) -> MixtureOfExperts:
     return next(each.mixture for each in model.fused.layers if each.mixture is not None)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=NEEDS_CACHE) if each in HYBRIDS else each for each in JOINED]
-)
+# Soak tests: families with shared experts as another one has them.
+AGAIN = ("deepseek_v2", "hunyuan_moe", "kimi_linear", "qwen3_5_moe", "granitemoeshared")
+
+
+def each_family() -> list[Any]:
+    return [
+        pytest.param(
+            name, marks=[*([NEEDS_CACHE] if name in HYBRIDS else []), *([pytest.mark.soak] if name in AGAIN else [])]
+        )
+        for name in JOINED
+    ]
+
+
+@pytest.mark.parametrize("name", each_family())
 def test_families(name: str, tmp_path: Path) -> None:
     """Loading has compared the logits with those of transformers' layers."""
     model = load(name, tmp_path)

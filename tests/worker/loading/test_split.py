@@ -284,7 +284,13 @@ def test_three_ranks_say_what_one_says(tmp_path: Path) -> None:
         assert rank[0]["kv_heads"] == 1 and rank[0]["fused"]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# Soak tests: their tensors are stored and divided as those of others.
+ALIKE = ("qwen3", "qwen3_moe", "gemma2", "olmo2", "minicpm3", "granite_swa", "olmo", "ministral3")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.soak if kind in ALIKE else []) for kind in MODELS]
+)
 def test_a_rank_that_reads_in_parallel_has_the_same_bits(
     kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.streamed_files import StreamedFile, reading_order
 from kvforge.worker.loading.weight_stream import WeightStream, tensors_together
+from tests.pairs import every_pair
 from tests.worker.loading.random_models import DESCRIBED, save
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -190,8 +191,7 @@ def filled(folder: Path, device: Device, dtype: torch.dtype, seen: list[tuple[st
     return build(source, read_config(source), dtype, device, say, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), every_pair(MODELS, [torch.float32, torch.bfloat16]))
 def test_a_model_is_the_same_bit_for_bit(
     name: str, dtype: torch.dtype, tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
