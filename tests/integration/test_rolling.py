@@ -19,7 +19,7 @@ from .test_thousand import answers_alone
 
 READERS = 4
 DEADLINE_S = 60.0
-BETWEEN = 40  # answers between one replacement and the next
+BETWEEN = 20  # answers between one replacement and the next
 KEEPS = 'on_stop = "keep"\n[schedule]\nstep_rows_max = 16\n'
 
 
