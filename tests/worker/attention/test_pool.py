@@ -209,7 +209,7 @@ def resident_bytes() -> int:
 
 def test_close_returns_memory(cpu: Device) -> None:
     sized = geometry(layers=2, kv_heads=8, head_size=128, block_size=128)
-    blocks = sized.blocks_for(256 * 2**20)
+    blocks = sized.blocks_for(64 * 2**20)
     gc.collect()
     for _ in range(3):
         pool = KvPool(sized, blocks, cpu)

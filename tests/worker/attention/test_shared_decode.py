@@ -179,7 +179,7 @@ def test_rows_have_the_bits_that_they_have_alone(
     shared = shared_of(plans)
     together = {tuple(rows_of(plans, item)["row"].tolist()) for item in shared}
     assert {row for rows in together for row in rows} >= {0, 1, 2, 3, 7, 8, 10, 11}
-    assert torch.equal(case.run(options, plans), want)
+    assert torch.equal(case.run(options, plans, times), want)
 
 
 @pytest.mark.gpu
@@ -295,7 +295,7 @@ def test_what_the_kernel_leaves_to_the_other_one() -> None:
 @pytest.mark.usefixtures("short_parts")
 def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a batch of their own, among prompt tokens too, and refills of a static batch."""
-    case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
+    case, options = Case.make(device, (4, 1), 64, F32), AttentionOptions(0.125)
     used = np.flatnonzero(case.lengths)
     tables, starts = case.tables[used].astype(np.int32), (case.lengths[used] - 1).astype(np.int32)
     query = case.query[device.upload(used)]
@@ -329,7 +329,7 @@ def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytes
     assert torch.equal(sharing.attend(more, case.layer, built(mixed), options), want_mixed)
     assert launched == [len(used)] * 2 + [len(used) - 1]
     launched.clear()
-    padding = torch.full((2, 8, 64), torch.nan, device=query.device)
+    padding = torch.full((2, 4, 64), torch.nan, device=query.device)
     for shares in (False, True):
         batch = PagedBatch.static(len(used) + 2, tables.shape[1], BLOCK_SIZE, steady)
         batch.shares_reads = shares

@@ -21,6 +21,7 @@ from kvforge.worker.kernels.cpu_decoder import ROWS_MAX
 from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.packed import packing_problem, quantising_problem
 from kvforge.worker.loading.model import LoadedModel
+from tests.pairs import every_pair
 
 pytestmark = [
     pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem()),
@@ -71,8 +72,7 @@ def pool_of(model: LoadedModel) -> KvPool:
 KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "int4"))
 
 
-@pytest.mark.parametrize(("dtype", "weights"), KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(("model_type", "dtype", "weights"), every_pair(["llama", "qwen2", "qwen3", "smollm3"], KINDS))
 @torch.inference_mode()
 def test_decodes_have_the_bits_of_the_operations_one_by_one(
     model_type: str,

@@ -27,6 +27,7 @@ from kvforge.worker.kernels.fused import FusedOperations  # noqa: E402 - it impo
 from kvforge.worker.kernels.grouped import multiply_down  # noqa: E402
 from kvforge.worker.kernels.grouped_tiles import is_even, tiles_for, tokens_per_block  # noqa: E402
 from kvforge.worker.kernels.launching import LaunchSettings  # noqa: E402
+from tests.amount import thinned  # noqa: E402
 from tools.aot.specialise import recorded  # noqa: E402
 
 interpreted = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
@@ -153,7 +154,7 @@ def test_company_does_not_matter(cpu: Device) -> None:
     x, chosen, weights = tokens_of(cpu, torch.float32, 300, layer, 3, whole=True)
     operations = FusedOperations(cpu)
     whole = layer.run(operations, x, chosen, weights)
-    for count in LADDER:
+    for count in LADDER[:: thinned(2)]:
         for first in (0, 300 - count):
             few = slice(first, first + count)
             assert torch.equal(layer.run(operations, x[few], chosen[few], weights[few]), whole[few]), count
@@ -163,7 +164,8 @@ def test_company_does_not_matter(cpu: Device) -> None:
 
 @interpreted
 @torch.inference_mode()
-@pytest.mark.parametrize("shared", [1, 3])
+# The next test has a single shared expert.
+@pytest.mark.parametrize("shared", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_company_does_not_matter_to_shared_experts(shared: int, cpu: Device) -> None:
     torch.manual_seed(0)
     layer = layer_of(cpu, torch.float32, (8, 64, 32), Activation("relu"), whole=True, shared=shared)
@@ -171,7 +173,7 @@ def test_company_does_not_matter_to_shared_experts(shared: int, cpu: Device) -> 
     operations = FusedOperations(cpu)
     whole = layer.run(operations, *given)
     assert near(whole, layer.run(PlainOperations(), *given), 1e-5)
-    for count in LADDER:
+    for count in LADDER[:: thinned(2)]:
         few = slice(300 - count, None)
         assert torch.equal(layer.run(operations, *(each[few] for each in given)), whole[few]), count
 

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(bool(packing_problem(CPU, torch.float32)), reaso
 # Some CPUs multiply packed float32 but not bfloat16: each is tested with the dtypes that it packs.
 narrow = pytest.mark.skipif(bool(packing_problem(CPU, torch.bfloat16)), reason=packing_problem(CPU, torch.bfloat16))
 DTYPES = (torch.float32, pytest.param(torch.bfloat16, marks=narrow))
-NAMES = ("float32", pytest.param("bfloat16", marks=narrow))
 
 
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
@@ -62,8 +61,15 @@ def test_packed_products_are_the_plain_ones(
     assert near(ops.linear(x, weight, bias), plain.linear(x, weight, bias), 0.0)  # a tied head may stay plain
 
 
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "dtype"),
+    [
+        (False, "float32"),
+        pytest.param(True, "float32", marks=pytest.mark.soak),
+        pytest.param(False, "bfloat16", marks=[narrow, pytest.mark.soak]),
+        pytest.param(True, "bfloat16", marks=narrow),
+    ],
+)
 def test_what_was_packed_is_given_back(
     tied: bool, dtype: str, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

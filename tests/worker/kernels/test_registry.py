@@ -329,8 +329,11 @@ def test_attention_over_expanded_keys_is_checked_where_it_runs(serving: Callable
 
 
 @pytest.mark.skipif(bool(CPU.cpu_kernels_problem), reason=CPU.cpu_kernels_problem)
-@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in CPU_KERNELS])
-@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize(
+    ("compiles", "kernel"),
+    every_pair([True, False], CPU_KERNELS),
+    ids=lambda each: f"{each.module}.{each.name}" if isinstance(each, CpuKernelEntry) else None,
+)
 def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_start(
     compiles: bool, kernel: CpuKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,17 @@ from tests.pairs import every_pair
 from tests.worker.eagle_checkpoints import EAGLE, EagleReference, write_eagle
 from tests.worker.head_checkpoints import MtpReference, write_mtp, write_right_mtp
 from tests.worker.step.test_draft_model import drafter_of, nan_pool, proposed, without_lookup
-from tests.worker.step.test_drafts import BLOCKS, DRAFTS_MAX, SAMPLINGS, SLOTS, Answer, Drafting, answers_of, none
+from tests.worker.step.test_drafts import (
+    BLOCKS,
+    DRAFTS_MAX,
+    SAMPLINGS,
+    SLOTS,
+    Answer,
+    Drafting,
+    answers_of,
+    none,
+    undrafted,
+)
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
 GREEDY = SAMPLINGS["greedy"]
@@ -152,7 +162,7 @@ def test_verified_drafts_are_caught_up_with_the_states_of_the_model(
     """Right and wrong ones, with proposals behind some of the steps."""
     random, found, samplings = Random(11), drafted(kind), list(SAMPLINGS.values())[:3]
     plain = replace(found.model, draft=None, geometry=replace(found.model.geometry, beside=None))
-    want = [Drafting(plain).answer([each], none, 46)[0] for each in answers_of(samplings)]
+    want = undrafted(plain, samplings, 46)
     bench, answers, proposals = Bench(found, monkeypatch, graphs), answers_of(samplings), 0
 
     def partly_right(each: Answer) -> list[int]:

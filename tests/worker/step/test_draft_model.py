@@ -36,6 +36,7 @@ from tests.worker.step.test_drafts import (
     Drafting,
     answers_of,
     none,
+    undrafted,
 )
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
@@ -133,15 +134,18 @@ def drafted_answers(bench: Drafting, answers: Sequence[Answer], tokens: int = TO
     return list(answers)
 
 
-@pytest.mark.parametrize("kinds", [SAMPLINGS, GRAMMARS], ids=["plain", "grammars"])
-@pytest.mark.parametrize(("kind", "path"), [("same", "kernels"), ("small", "kernels"), ("same", "graphs")])
+@pytest.mark.parametrize(
+    ("kind", "path", "kinds"),
+    every_pair([("same", "kernels"), ("small", "kernels"), ("same", "graphs")], [SAMPLINGS, GRAMMARS]),
+    ids=lambda each: None if isinstance(each, str) else "grammars" if each is GRAMMARS else "plain",
+)
 def test_answers_have_the_bits_that_they_have_without_a_draft_model(
     kind: str, path: str, kinds: dict[str, SamplingParams], load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(kind)
     samplings = list(kinds.values())
     plain = replace(model, draft=None, geometry=replace(model.geometry, beside=None))
-    want = [Drafting(plain).answer([each], none)[0] for each in answers_of(samplings)]
+    want = undrafted(plain, samplings)
     bench = without_lookup(nan_pool(Drafting(model, path == "graphs")), monkeypatch)
     got = drafted_answers(bench, answers_of(samplings))
     for name, mine, other in zip(kinds, got, want, strict=False):
@@ -162,7 +166,7 @@ def test_a_draft_model_serves_a_model_with_recurrent_states(
     model = join_draft_model(plain, tiny("llama", block_size=BLOCK_SIZE, **SMALL))
     assert model.geometry.state_blocks == plain.geometry.state_blocks, "pages are of the model's own bytes"
     samplings = list(SAMPLINGS.values())
-    want = [Drafting(plain).answer([each], none, 12)[0] for each in answers_of(samplings)]
+    want = undrafted(plain, samplings, 12)
     bench = without_lookup(nan_pool(Drafting(model, graphs)), monkeypatch)
     for mine, other in zip(drafted_answers(bench, answers_of(samplings), 12), want, strict=True):
         assert mine.chosen == other.chosen
@@ -437,7 +441,7 @@ def test_vocabularies_may_be_padded_differently(
     plain = replace(model, draft=None, geometry=replace(model.geometry, beside=None))
     monkeypatch.setattr(draft_model, "_token_ids", lambda _: {str(token): token for token in range(90)})
     joined = join_draft_model(plain, tiny("llama", block_size=BLOCK_SIZE, **SMALL, vocab_size=size))
-    want = [Drafting(plain).answer([each], none)[0] for each in answers_of([GREEDY] * len(PROMPTS))]
+    want = undrafted(plain, [GREEDY] * len(PROMPTS))
     assert max(token for each in want for token in (*each.tokens, *each.prompt)) > 90
     bench = without_lookup(nan_pool(Drafting(joined, graphs)), monkeypatch)
     fed, _ = watched_inputs(joined, monkeypatch)

@@ -180,6 +180,11 @@ def none(answer: Answer) -> list[int]:
     return []
 
 
+def undrafted(model: LoadedModel, samplings: Sequence[SamplingParams], tokens: int = TOKENS) -> list[Answer]:
+    """Return answers without drafts, in one batch. The tests of drafts below compare with each alone."""
+    return Drafting(model).answer(answers_of(samplings), none, tokens)
+
+
 def drafts_by(want: list[Answer], policy: str) -> Drafts:
     """Return drafts for answers that are known: right, wrong, or right up to a random place."""
     random = Random(policy)

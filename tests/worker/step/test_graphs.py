@@ -502,7 +502,7 @@ def test_steps_that_share_reads_run_in_graphs_of_their_own(
 
     auto = open_device("auto")
     device = replace(auto if auto.runs_kernels else open_device("cpu"), steady=True)
-    folder = write_config("llama", max_position_embeddings=512)
+    folder = write_config("llama", max_position_embeddings=512, num_hidden_layers=1)
     monkeypatch.setattr(decode_plan, "STEADY_MIN", 32)
     monkeypatch.setattr(triton_attention, "SAVED_BYTES_MIN", 1)
     monkeypatch.setattr(determinism, "_unsteady", lambda *_: "")  # of products, which takes the interpreter long

@@ -25,7 +25,7 @@ from kvforge.worker.loading.mtp_heads import load_mtp_head
 from tests.pairs import every_pair
 from tests.worker.eagle_checkpoints import EAGLE, MIXED, EagleReference, write_eagle
 from tests.worker.head_checkpoints import FP8, MODULES, MtpReference, Reference, write_mtp, write_right_mtp
-from tests.worker.loading.covering import HYBRID, MIXER, covering
+from tests.worker.loading.covering import HYBRID, covering
 from tests.worker.loading.random_models import HYBRIDS
 from tests.worker.step.test_draft_model import drafted_answers, nan_pool, proposed, without_lookup
 from tests.worker.step.test_drafts import (
@@ -38,6 +38,7 @@ from tests.worker.step.test_drafts import (
     Drafting,
     answers_of,
     none,
+    undrafted,
 )
 from tests.worker.step.test_runner import BLOCK_SIZE, i4
 
@@ -45,17 +46,20 @@ pytestmark = pytest.mark.usefixtures("quick_loads")
 GREEDY = SAMPLINGS["greedy"]
 # The MTP modules of families, and EAGLE-3 heads for models without and with recurrent states.
 FAMILIES = [*MODULES, EAGLE, *(f"{EAGLE} {family}" for family in MIXED)]
-# Parts of K, V and states of the models, where a rejected draft must leave nothing behind.
-KEEPING = ("decoder.layers.latent", "decoder.layers.options", "decoder.layers.kv_", *MIXER)
+# Parts of K and V of the models, where a rejected draft must leave nothing behind. Of those with states, one has an MTP
+# module and one an EAGLE-3 head: test_draft_states.py rejects drafts for each kind of state.
+KEEPING = ("decoder.layers.latent", "decoder.layers.options", "decoder.layers.kv_")
+WITH_STATES = ("qwen3_5", f"{EAGLE} granite")
 
 
 def few_families() -> list[str]:
-    """Return families that have all of these parts. The logits of heads are compared for each family."""
+    """Return families that have all of these parts. The logits of heads are compared for each module."""
     model_of, families = {FP8: "deepseek_v3", "mimo": "qwen2", EAGLE: "llama"}, dict[str, str]()
     for family in FAMILIES:
         name = model_of.get(family, family.removeprefix(f"{EAGLE} "))
         families.setdefault(HYBRID + name if name in HYBRIDS else name, family)
-    return [families[name] for name in covering(families, within=KEEPING)]
+    few = {families[name] for name in covering(families, within=KEEPING)} | {*WITH_STATES}
+    return [family for family in FAMILIES if family in few]
 
 
 FEW = few_families()
@@ -72,9 +76,9 @@ class Headed:
     reference: Reference
 
     @cached_property
-    def alone(self) -> list[Answer]:
-        """An answer of each sampling, alone and without drafts: a test with graphs expects the same."""
-        return [Drafting(self.plain).answer([each], none, 12)[0] for each in answers_of(list(SAMPLINGS.values()))]
+    def undrafted(self) -> list[Answer]:
+        """An answer of each sampling without drafts: a test with graphs expects the same."""
+        return undrafted(self.plain, list(SAMPLINGS.values()), 12)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +135,17 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
     return head.run(*places, head.hidden_before(batch, pool), batch, pool)[0][0]
 
 
-@pytest.mark.parametrize(("family", "kernels"), every_pair(FAMILIES, [True, False]))
+# An EAGLE-3 head computes the same for each model with states: in `make test` two of them.
+ALIKE = [(f"{EAGLE} {family}", kernels) for family in [*MIXED][2:] for kernels in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        *every_pair([family for family in FAMILIES if (family, True) not in ALIKE], [True, False]),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ALIKE),
+    ],
+)
 def test_logits_are_those_of_the_definition(
     family: str, kernels: bool, headed: Callable[..., Headed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +186,7 @@ def test_answers_keep_their_bits_and_drafts_follow_the_definition(
     """Drafts of each step are verified in the next one; most are wrong, and leave nothing behind."""
     found = headed(family)
     samplings = list(SAMPLINGS.values())
-    want = found.alone
+    want = found.undrafted
     bench, answers = bench_of(found, monkeypatch, graphs), answers_of(samplings)
     for each in answers:
         each.most = 1 + each.slot % DRAFTS_MAX
@@ -286,7 +300,7 @@ def test_all_drafts_together_go_with_all_prompts(
 ) -> None:
     found = headed("deepseek_v3")
     bench = bench_of(found, monkeypatch)
-    want = [Drafting(found.plain).answer([each], none)[0] for each in answers_of([GREEDY] * len(PROMPTS))]
+    want = undrafted(found.plain, [GREEDY] * len(PROMPTS))
     for mine, other in zip(drafted_answers(bench, answers_of([GREEDY] * len(PROMPTS))), want, strict=True):
         assert mine.chosen == other.chosen
     bench.close()
@@ -379,20 +393,24 @@ def test_models_that_keep_windows_have_heads(
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "formats",
-    [{"weight_dtype": "int8"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}, {"kernels": False, "dtype": "bfloat16"}],
-    ids=["int8 weights", "int8 KV", "bfloat16", "bfloat16 in plain torch"],
-)
-@pytest.mark.parametrize("tied", [False, True])
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8 weights": {"weight_dtype": "int8"},
+    "int8 KV": {"kv_dtype": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16 in plain torch": {"kernels": False, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(("named", "tied"), every_pair(FORMATS, [False, True]))
 def test_heads_have_the_formats_of_the_model(
+    named: str,
     tied: bool,
-    formats: dict[str, Any],
     tiny: Callable[..., LoadedModel],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights are packed and quantised as the model's are; K and V and hidden states of heads are not quantised."""
+    formats = FORMATS[named]
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "tie_word_embeddings": tied}
     plain = tiny("llama", **formats, **sizes)
     settings = {"dtype": formats.get("dtype", "float32"), "weight_dtype": formats.get("weight_dtype", "dtype")}
@@ -401,7 +419,7 @@ def test_heads_have_the_formats_of_the_model(
     head = load_mtp_head(tmp_path / "llama", plain, "dummy", 0, partial(load, mtp=True))
     assert head.info.weight_dtype == plain.info.weight_dtype
     assert head.geometry.kv_dtype == settings["dtype"]
-    want = [Drafting(plain).answer([each], none, 8)[0] for each in answers_of([GREEDY] * 3)]
+    want = undrafted(plain, [GREEDY] * 3, 8)
     bench = without_lookup(Drafting(join_head(plain, head)), monkeypatch)
     for mine, other in zip(drafted_answers(bench, answers_of([GREEDY] * 3), 8), want, strict=True):
         assert mine.chosen == other.chosen

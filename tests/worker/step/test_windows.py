@@ -134,8 +134,8 @@ def test_answers_have_the_bits_of_whole_layers_and_are_transformers_own(
     whole = tiny(model_type, **settings)
     assert whole.geometry.window == 0 and "windows" not in serving_kernels(whole)
     assert whole.geometry.bytes_per_block > kept.geometry.bytes_per_block
-    found = results(Bench(kept, graph_rows_max), 30)
-    assert found == results(Bench(whole), 30)
+    found = results(Bench(kept, graph_rows_max), 20)  # the row at 560 tokens takes one page more
+    assert found == results(Bench(whole), 20)
     if kv_dtype == "auto":
         text = prompt(560) + [token for token, _ in found[:-1]]
         wanted = torch.log_softmax(eager_logits(whole, text)[559:], -1)
