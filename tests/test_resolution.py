@@ -29,6 +29,7 @@ MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TORCH = re.search(r"^TORCH\s+\?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]
 PYTHONS = ("3.11", "3.12", "3.13")
+BY_UV = ("3.11", pytest.param("3.12", marks=pytest.mark.soak), "3.13")  # the oldest and the newest in `make test`
 UNREACHABLE = ("NewConnectionError", "Temporary failure in name resolution", "No matching distribution found for torch")
 UNREACHABLE_BY_UV = re.compile(r"error sending request|dns error|Failed to fetch")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -38,10 +39,10 @@ Solutions = dict[tuple[str, str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def solutions(tmp_path_factory: pytest.TempPathFactory) -> Solutions:
+def solutions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Solutions:
     """Return name -> version of what uv would install into an empty environment, by Python and extras.
 
-    All run at once, because they mostly wait for the package index.
+    All that this run asks for are computed at once, because they mostly wait for the package index.
     """
     uv = pytest.importorskip("uv", reason="resolves; it is in the extra dev").find_uv_bin()
     torch = tmp_path_factory.mktemp("torch") / "torch.txt"
@@ -50,7 +51,7 @@ def solutions(tmp_path_factory: pytest.TempPathFactory) -> Solutions:
     command += ["--python", sys.executable, "--no-python-downloads", "--python-platform", "linux"]
     command += ["--default-index", _index(), str(REPOSITORY / "pyproject.toml"), str(torch)]
     running: dict[tuple[str, str], subprocess.Popen[str]] = {}
-    for version in PYTHONS:
+    for version in _versions(request.session.items):
         for extras in ("worker", _makes("ALL_EXTRAS")):
             wanted = [part for extra in extras.split(",") for part in ("--extra", extra)]
             running[version, extras] = subprocess.Popen(
@@ -69,7 +70,7 @@ def solutions(tmp_path_factory: pytest.TempPathFactory) -> Solutions:
     return found
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", BY_UV)
 def test_a_worker_has_a_solution(version: str, solutions: Solutions) -> None:
     found = solutions[version, "worker"]
     assert {"torch", "transformers", "safetensors", "pyzmq"} <= set(found)
@@ -77,11 +78,17 @@ def test_a_worker_has_a_solution(version: str, solutions: Solutions) -> None:
     assert found["torch"] == TORCH.removeprefix("torch==")
 
 
-@pytest.mark.parametrize("version", PYTHONS)
+@pytest.mark.parametrize("version", BY_UV)
 def test_all_extras_have_a_solution(version: str, solutions: Solutions) -> None:
     found = solutions[version, _makes("ALL_EXTRAS")]
     assert {"torch", "ray", "starlette", "pytest", "mypy", "openai"} <= set(found)
     assert found["torch"] == TORCH.removeprefix("torch==")
+
+
+def _versions(items: list[pytest.Item]) -> set[str]:
+    """Return the Pythons of this file's tests in a run."""
+    own = [getattr(item, "callspec", None) for item in items if item.path == Path(__file__)]
+    return {case.params["version"] for case in own if case is not None}
 
 
 @functools.cache
