@@ -20,6 +20,7 @@ class GarbageCollector:
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
         self._turns = 0
+        self._thaws = False
         self.collections = 0
         self.longest_us = 0.0
         self.total_us = 0.0
@@ -29,13 +30,15 @@ class GarbageCollector:
 
         There is no collection first: the few hundred garbage objects left by imports are not worth 20 ms of a recovery.
         """
+        self._thaws = not gc.get_freeze_count()
         gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
-        """Restore the normal behaviour of the collector."""
+        """Restore the behaviour of the collector from before. A process that had frozen objects stays frozen."""
         gc.enable()
-        gc.unfreeze()
+        if self._thaws:
+            gc.unfreeze()
 
     def turn(self, *, idle: bool) -> None:
         """Count a turn of the loop, and collect if it is time. `idle` means that no work waits."""

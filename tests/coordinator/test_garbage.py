@@ -55,12 +55,17 @@ def test_a_loop_that_is_never_idle_collects_now_and_then(garbage: GarbageCollect
     assert garbage.collections == 3
 
 
-def test_the_collector_is_as_before_afterwards() -> None:
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_the_collector_is_as_before_afterwards(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thaw would let each later collection of a process that froze its modules walk them all."""
+    thaws = list[bool]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    monkeypatch.setattr(gc, "unfreeze", lambda: thaws.append(True))
     made = GarbageCollector(lambda: 0)
     made.start()
+    assert not gc.isenabled()
     made.stop()
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
+    assert gc.isenabled() and thaws == [True] * (not frozen)
 
 
 @pytest.mark.parametrize(("cores", "chosen"), [(1, 0), (SPIN_CORES_MIN - 1, 0), (SPIN_CORES_MIN, SPIN_US)])
