@@ -401,6 +401,19 @@ def test_an_explanation_says_why_a_sequence_came_back_or_will() -> None:
     assert "it came back from the host tier before a request" in said
 
 
+# behaviour: idle times of other tenants decide while a tenant has few of its own, and are not shown to it
+def test_an_explanation_shows_no_idle_times_of_other_tenants() -> None:
+    driver, _ = world()
+    sequence = waiting(driver, tenant="new")
+    crowd(driver)
+    assert not is_resident(driver, sequence)
+    assert "idle for" not in " ".join(driver.explain(sequence_id=sequence).sentences)
+    pass_time(driver, PAUSE_US - 1)
+    assert is_resident(driver, sequence)
+    said = " ".join(driver.explain(sequence_id=sequence).sentences)
+    assert "few idle times of its tenant are known" in said and "idle for" not in said
+
+
 def test_statistics_and_health_count_what_came_back() -> None:
     driver, _, sequence = moved_down()
     pass_time(driver, PAUSE_US - 1)

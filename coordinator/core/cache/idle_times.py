@@ -77,28 +77,33 @@ class IdleTimes:
         self.overall = IdleCounts()
         self.by_tenant: dict[int, IdleCounts] = {}
 
+    def own(self, tenant: int) -> IdleCounts | None:
+        """Return a tenant's own counts; None while too little is known."""
+        own = self.by_tenant.get(tenant)
+        return own if own is not None and own.total >= LEARN_MIN else None
+
     def of(self, tenant: int) -> IdleCounts | None:
         """Return the counts that decide for a tenant's sequences; None while too little is known."""
-        own = self.by_tenant.get(tenant)
-        if own is not None and own.total >= LEARN_MIN:
+        own = self.own(tenant)
+        if own is not None:
             return own
         return self.overall if self.overall.total >= LEARN_MIN else None
 
     def returned(self, tenant: int, idle_us: int) -> None:
         """Count a sequence that a request continues."""
-        for counts in (self._own(tenant), self.overall):
+        for counts in (self._begun(tenant), self.overall):
             counts.add(counts.returned, idle_us)
 
     def removed(self, tenant: int, idle_us: int) -> None:
         """Count a sequence that was removed without a further request."""
-        for counts in (self._own(tenant), self.overall):
+        for counts in (self._begun(tenant), self.overall):
             counts.add(counts.removed, idle_us)
 
     def forget_tenant(self, tenant: int) -> None:
         """Forget a tenant before its number is given to another one."""
         self.by_tenant.pop(tenant, None)
 
-    def _own(self, tenant: int) -> IdleCounts:
+    def _begun(self, tenant: int) -> IdleCounts:
         own = self.by_tenant.get(tenant)
         if own is None:
             own = self.by_tenant[tenant] = IdleCounts()

@@ -300,15 +300,24 @@ class Explainer:
         return "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
 
     def _return(self, slot: int) -> list[str]:
-        """Describe why an idle sequence came back before a request, or when it may."""
+        """Describe why an idle sequence came back before a request, or when it may.
+
+        Idle times of other tenants decide too, but are not shown.
+        """
         s, idle = self._cache.sequences, self._cache.idle
-        expected = None if s.pinned[slot] else idle.expected(slot)
-        when = f"it is expected when it has been idle for {_times(*expected)}" if expected is not None else ""
+        own = idle.times.own(int(s.tenant[slot]))
+        expected = own.expected() if own is not None else None
+        if s.pinned[slot]:
+            when = "it is pinned"
+        elif expected is not None:
+            when = f"it is expected when it has been idle for {_times(*expected)}, as others of its tenant were"
+        else:
+            when = "few idle times of its tenant are known, so those of all tenants count"
         if s.returned[slot]:
             since = duration(self._clock.now_us - int(s.resident_us[slot]))
-            return [f"it came back from the host tier before a request, {since} ago: {when or 'it is pinned'}"]
-        if s.return_us[slot] and s.pool[slot] == NO_POOL and when:
-            return [f"{when}, as its tenant's sequences are between two requests; then it comes back if there is room"]
+            return [f"it came back from the host tier before a request, {since} ago: {when}"]
+        if s.return_us[slot] and s.pool[slot] == NO_POOL and expected is not None and not s.pinned[slot]:
+            return [f"{when}; then it comes back if there is room"]
         return []
 
     def _window(self, slot: int) -> list[str]:
