@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 HUGE_BYTES = 2 << 20  # a huge page on x86-64, and on ARM with pages of 4 KiB
 STRIDE_BYTES = 64 << 20  # bytes of one request
+AGAIN_MAX = 4  # requests for a stride of which a page is held
 REFUSALS_MAX = 8  # the kernel may search all memory before it refuses
 TMPFS, HUGETLBFS = "tmpfs", "hugetlbfs"
 _FILE_SYSTEMS = {0x01021994: TMPFS, 0x958458F6: HUGETLBFS}
@@ -128,10 +129,23 @@ def _collapse(mapped: AlignedMap) -> str:
         if any(_advise(mapped.address + at, mmap.PAGESIZE, _MADV_POPULATE_WRITE) == errno.EFAULT for at in there):
             break  # the file system is full: posix_fallocate reports it
         if refusals < REFUSALS_MAX:
-            code = _advise(mapped.address + start, len(there) * piece, _MADV_COLLAPSE)
+            code = _collapse_stride(mapped.address + start, len(there) * piece)
             if code:
                 problem, refusals = _remedy(code), REFUSALS_MAX if code == errno.EINVAL else refusals + 1
     return problem
+
+
+def _collapse_stride(address: int, size: int) -> int:
+    """Make each piece of a stride a huge page. Return the error, 0 for none.
+
+    EAGAIN means that a page is held for a moment (it is locked, or on a list of one CPU), and that the kernel has done
+    the other pieces. The next call finds those done.
+    """
+    for _ in range(AGAIN_MAX):
+        code = _advise(address, size, _MADV_COLLAPSE)
+        if code != errno.EAGAIN:
+            return code
+    return code
 
 
 def _remedy(code: int) -> str:

@@ -130,6 +130,28 @@ def test_requests_for_huge_pages(code: int, times: int, tmp_path: Path, monkeypa
         assert all(call[2] != COLLAPSE for call in kernel.calls[:first]) and first >= 2
 
 
+# behaviour: a page that is held for a moment costs no huge page: the kernel is asked again, four times in all
+@pytest.mark.parametrize(("refusals", "requests"), [(1, 7), (3, 9), (9, 9)])
+def test_a_page_that_is_held_for_a_moment(
+    refusals: int, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_SETTINGS", settings(tmp_path))
+    monkeypatch.setattr(huge_pages, "STRIDE_BYTES", 2 * HUGE_BYTES)
+    with memory_file(11, 4096) as (fd, mapped):
+        kernel = Kernel(monkeypatch)
+        held = mapped.address + 4 * HUGE_BYTES  # the third of six strides
+        answer = kernel._advise
+
+        def advise(address: int, size: int, advice: int) -> int:
+            answer(address, size, advice)
+            times = [at for at, _ in kernel.asked(COLLAPSE)].count(held)
+            return errno.EAGAIN if advice == COLLAPSE and address == held and times <= refusals else 0
+
+        monkeypatch.setattr(huge_pages, "_advise", advise)
+        assert fill(fd, mapped) == ("" if refusals < 4 else os.strerror(errno.EAGAIN))
+        assert len(kernel.asked(COLLAPSE)) == requests
+
+
 def test_a_full_file_system_is_reported_and_gives_the_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
