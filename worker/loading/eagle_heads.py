@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -33,7 +32,7 @@ from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.positions import RotaryTable
 from kvforge.worker.kernels.registry import Serving, check_attention
 
-from .heads import DraftHead
+from .heads import DraftHead, project
 from .library_errors import refusing
 from .model import LoadedModel
 from .mtp_heads import STD, read_tensors, refuse_unfit
@@ -61,9 +60,9 @@ class EagleFront:
     adds_to_norm: bool = False
     goes_on_normed: bool = False
 
-    def stored(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stored(self, ops: LayerOperations, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Project the residuals; see `heads.Front`."""
-        return linear(torch.cat(tuple(hidden), 1), self.fc)
+        return project(ops, torch.cat(tuple(hidden), 1), self.fc)
 
     def start(
         self, ops: LayerOperations, embedded: torch.Tensor, before: torch.Tensor, norm: Norm | None

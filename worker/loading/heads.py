@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.functional import linear
 
 from kvforge.protocol.messages import ModelInfo
 from kvforge.worker.attention import PagedBatch
@@ -39,7 +38,7 @@ class Front(Protocol):
     def goes_on_normed(self) -> bool:
         """Which result of the head the next draft reads."""
 
-    def stored(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stored(self, ops: LayerOperations, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what is stored of the model's hidden states [tokens, hidden] each: [tokens, size]."""
 
     def start(
@@ -56,6 +55,12 @@ class Front(Protocol):
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return its weights."""
+
+
+def project(ops: LayerOperations, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x weight^T, [tokens, n], of a wide x and a weight of few rows, which kernels multiply in parts."""
+    parts = ops.linear_parts(x, weight)
+    return parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class MtpFront:
     hidden_first: bool = False
     goes_on_normed: bool = True
 
-    def stored(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stored(self, _ops: LayerOperations, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the final norm, as it is; see `Front`."""
         return hidden[0]
 
@@ -84,7 +89,7 @@ class MtpFront:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Project both; see `Front`."""
         parts = ops.norm(embedded, self.token_norm), ops.norm(before.to(embedded.dtype), self.hidden_norm)
-        residual = linear(torch.cat(parts[::-1] if self.hidden_first else parts, 1), self.projection)
+        residual = project(ops, torch.cat(parts[::-1] if self.hidden_first else parts, 1), self.projection)
         return residual, residual if norm is None else ops.norm(residual, norm)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -128,7 +133,7 @@ class DraftHead:
     @torch.inference_mode()
     def keep(self, hidden: Sequence[torch.Tensor], slots: torch.Tensor, pool: KvPool) -> None:
         """Store the hidden states; see `beside.DraftSource`."""
-        store_hidden(self.front.stored(hidden), pool.layers[-1], slots)
+        store_hidden(self.front.stored(self.decoder.operations, hidden), pool.layers[-1], slots)
 
     @torch.inference_mode()
     def feed(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool) -> None:
