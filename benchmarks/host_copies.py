@@ -14,12 +14,15 @@ Each way copies as many bytes between the GPU and the host, in both directions:
 - tier, runs: the same at the places that the coordinator gives in a file that was written ten times over.
 - tier: the same in random order, a copy for each block.
 - tier, 64 MiB: buffers of 64 MiB.
+
+It also shows how fast the driver page-locks a file in huge and in small pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +45,7 @@ from .step_plan import BLOCK_SIZE
 
 Rates = dict[str, float]
 LARGE_BUFFER = 64 << 20
+LOCKING = "page-locking"
 
 
 @contextmanager
@@ -111,6 +115,18 @@ def tier_rates(
     return rates
 
 
+def lock_rates(device: Device, folder: Path, count: int, each: int) -> Rates:
+    """Return how many GB of a new file are page-locked in a second, by the kind of its pages."""
+    found = {}
+    for name, huge in (("huge pages", True), ("small pages", False)):
+        file = HostFile(folder / name.replace(" ", "-"), "benchmark", count, each, huge=huge)
+        began = time.perf_counter()
+        with locked(device, file.memory, each):
+            found[name] = file.memory.nbytes / (time.perf_counter() - began) / 1e9
+        file.close()
+    return found
+
+
 def measure(device: Device, geometry: KvGeometry, size: int) -> dict[str, Rates]:
     """Return the rates of all ways."""
     each = geometry.bytes_per_block
@@ -119,7 +135,7 @@ def measure(device: Device, geometry: KvGeometry, size: int) -> dict[str, Rates]
     found = {"pinned": plain_rates(device, size)}
     found["huge"] = anonymous(device, size, each, getattr(mmap, "MADV_HUGEPAGE", None))
     found["small"] = anonymous(device, size, each, getattr(mmap, "MADV_NOHUGEPAGE", None))
-    with host_folder(3 * size) as folder:
+    with host_folder(5 * size) as folder:
         path = Path(folder) / "file"
         file = HostFile(path, "benchmark", count, each)
         blocks = np.random.default_rng(0).permutation(count)
@@ -131,6 +147,7 @@ def measure(device: Device, geometry: KvGeometry, size: int) -> dict[str, Rates]
             )
             del octets
         file.close()
+        found[LOCKING] = lock_rates(device, Path(folder), count, each)
         found["tier, in order"] = tier_rates(device, geometry, count, path, list(range(count)))
         found["tier, runs"] = tier_rates(device, geometry, count, path, aged_places(count))
         found["tier"] = tier_rates(device, geometry, count, path, None)
@@ -154,7 +171,9 @@ def main() -> None:
     rows = [
         [name, *(f"{rates[way]:.1f} ({rates[way] / plain[way]:.2f})" for way in ("to host", "from host"))]
         for name, rates in found.items()
+        if name != LOCKING
     ]
+    rows += [[f"{LOCKING}, {pages}", f"{rate:.1f}", ""] for pages, rate in found[LOCKING].items()]
     header = ["way", "to the host, GB/s (share)", "from the host"]
     results = {"device": device.name, "bytes_per_block": geometry.bytes_per_block, "rates": found}
     report(f"copies of the host tier, {device.name}, {options.kv}", header, rows, results, options.json)

@@ -6,8 +6,9 @@
 Dummy weights of Llama-3.1-8B. Parts, each for every dtype of K and V:
 
 - copies: all blocks of `--megabytes` to the host file and back, at the places that the coordinator gives in a file that
-  was written ten times over ("runs"), and in random order, beside a plain copy of as many bytes between the device and
-  page-locked memory. "share" divides the rates. The time of ours ends with the tags, or with the checksums compared.
+  was written ten times over ("runs"), and in random order, with the file in huge and in small pages, beside a plain
+  copy of as many bytes between the device and page-locked memory. "share" divides the rates. The time of ours ends with
+  the tags, or with the checksums compared.
 - steps: decodes of 64 rows, two steps in flight, which copy none, 4 or 32 blocks to the host and as many from it. Ways
   alternate in turns of 50 steps. 64 rows that decode fill 4 blocks of 16 tokens a step.
 - first: time to the first token of a long prompt through coordinator and client, computed and found in the tier. The
@@ -42,6 +43,7 @@ from kvforge.worker.attention.pool import KvGeometry, KvPool, LayerShape
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.host_file import HostFile
 from kvforge.worker.loading.load import load_model
+from kvforge.worker.step.host_placement import HostPlacement
 from kvforge.worker.step.host_transfers import HostTransfers
 from kvforge.worker.step.pending import PendingStep
 from kvforge.worker.step.runner import ModelRunner
@@ -113,24 +115,29 @@ def plain_rates(device: Device, size: int) -> dict[str, float]:
 
 
 def measure_copies(device: Device, geometry: KvGeometry, size: int) -> dict[str, Any]:
-    """Return the rates of plain copies and ours, and their shares."""
+    """Return the rates of plain copies and ours, with the file in huge and in small pages, and their shares."""
     count = max(2, size // geometry.bytes_per_block)
     size = count * geometry.bytes_per_block
     found: dict[str, Any] = {"bytes": size, "plain": plain_rates(device, size)}
-    with host_folder(2 * size) as folder:
-        pool = KvPool(geometry, count, device)
-        file = HostFile(Path(folder) / "file", "benchmark", 2 * count, geometry.bytes_per_block)
-        host = HostTransfers(pool, file)
-        rng = np.random.default_rng(0)
-        sources = rng.permutation(count).tolist()
-        orders = {"runs": aged_places(count), "ours": rng.permutation(2 * count)[:count].tolist()}
-        for name, places in orders.items():
-            found[name] = rates_at(device, host, copies_of(sources, places), size)
-        found["refused"], found["folder"] = host.problem, str(Path(folder).parent)
-        host.close()
-        pool.close()
-    for name, share in (("runs", "share of runs"), ("ours", "share")):
-        found[share] = {way: rate / found["plain"][way] for way, rate in found[name].items()}
+    rng = np.random.default_rng(0)
+    sources = rng.permutation(count).tolist()
+    orders = {"runs": aged_places(count), "ours": rng.permutation(2 * count)[:count].tolist()}
+    for huge, pages in ((True, ""), (False, ", small pages")):
+        with host_folder(2 * size) as folder:
+            pool = KvPool(geometry, count, device)
+            placed = HostPlacement(device)
+            path = Path(folder) / "file"
+            file = HostFile(path, "benchmark", 2 * count, geometry.bytes_per_block, place=placed.place, huge=huge)
+            host = HostTransfers(pool, file)
+            for name, places in orders.items():
+                found[name + pages] = rates_at(device, host, copies_of(sources, places), size)
+            found[f"file{pages}"] = placed.describe(file)
+            found["refused"], found["folder"] = host.problem, str(Path(folder).parent)
+            host.close()
+            pool.close()
+        for name, share in (("runs", "share of runs"), ("ours", "share")):
+            ways = found[name + pages].items()
+            found[share + pages] = {way: rate / found["plain"][way] for way, rate in ways}
     return found
 
 
@@ -327,10 +334,11 @@ def measure_throughput(options: argparse.Namespace, kv_dtype: str, each: int) ->
 def lines_of(kv_dtype: str, found: dict[str, Any]) -> Iterator[list[str]]:
     """Yield the lines of the table: dtype, figure, beside, ours, and their ratio."""
     copies = found.get("copies", {})
-    for key, name, places in (("share of runs", "runs", "runs"), ("share", "ours", "random places")):
-        for way, share in copies.get(key, {}).items():
-            plain, ours = copies["plain"][way], copies[name][way]
-            yield [kv_dtype, f"copy {way}, {places}, GB/s", f"{plain:.1f}", f"{ours:.1f}", f"{share:.3f}"]
+    for pages in ("", ", small pages"):
+        for key, name, places in (("share of runs", "runs", "runs"), ("share", "ours", "random places")):
+            for way, share in copies.get(key + pages, {}).items():
+                plain, ours = copies["plain"][way], copies[name + pages][way]
+                yield [kv_dtype, f"copy {way}, {places}{pages}, GB/s", f"{plain:.1f}", f"{ours:.1f}", f"{share:.3f}"]
     steps = found.get("steps", {})
     for copied in map(str, COPIED[1:] if steps else ()):
         for name in ("mean_ms", "p99_ms"):
