@@ -25,12 +25,13 @@ TRIAL_FIRST, TRIAL = 8, 2  # steps of a new worker's trial, and of a later one
 TRIAL_ROWS = 20  # verified rows with which the first one is over, once TRIAL_LEAST of its steps have been sent
 TRIAL_LEAST = 5
 TRIAL_TOKENS = 4  # that these ask for
+BEGIN_MARGIN = 8  # drafts begin if they gain 1 / BEGIN_MARGIN: a beginning and an end overlap nothing
 PLAIN, PLAIN_EVERY = 2, 128  # steps in a row that ask for nothing, of how many; the first one may have drafts
 WAIT_LEAST, WAIT_MOST = 32, 8192  # steps between two trials
 WAITS_MOST = 4  # trials in a row behind which the wait no longer doubles
 
 
-def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
+def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool) -> int:
     """Return how many tokens to propose for each row; 0: none.
 
     Args:
@@ -38,6 +39,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
         rows: Rows of the step, none with prompt tokens.
         most: The most tokens of a row for which there is room.
         chances: The mean chances of the rows.
+        verifies: Whether the step verifies drafts, so that drafting goes on and does not begin.
     """
     model, costs, step = group.model_drafts, group.row_costs, group.next_step
     if not costs.has_times:
@@ -48,7 +50,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances) -> int:
     if step < gains.until[size_of(rows)]:
         return 0
     if not model.trial:
-        count = _best(group, rows, most, chances)
+        count = _best(group, rows, most, chances, MARGIN if verifies else BEGIN_MARGIN)
         if count and gains.loses(rows):
             gains.put_off(rows, step, TRIALS, WAIT_MOST)
             return 0
@@ -97,13 +99,16 @@ def tried(group: Group, rows: int, passes: int, draft_us: int) -> None:
         model.next_trial, model.trial_us = model.next_trial + min(wait, WAIT_MOST), 0
 
 
-def _best(group: Group, rows: int, most: int, chances: Chances) -> int:
-    """Return how many tokens make the time per token shortest; 0 if none does better than two steps that overlap."""
+def _best(group: Group, rows: int, most: int, chances: Chances, margin: int) -> int:
+    """Return how many tokens make the time per token shortest.
+
+    0: none gains 1 / margin of the time of steps that overlap.
+    """
     model, costs = group.model_drafts, group.row_costs
     if not costs.is_known or model.pass_time == UNKNOWN:
         return 0
     count, tokens, took = 0, CERTAIN, costs.of(rows, rows) - rows * costs.line.token
-    best, least = CERTAIN + CERTAIN // MARGIN, UNIT * model.gains.plain_us[size_of(rows)]
+    best, least = CERTAIN + CERTAIN // margin, UNIT * model.gains.plain_us[size_of(rows)]
     for number, chance in enumerate(chances.of(most), 1):
         tokens += chance
         took += rows * costs.line.token + model.pass_time

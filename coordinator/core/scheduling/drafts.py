@@ -226,12 +226,13 @@ class Drafts:
             return draft_choice.Chances(group.draft_chance, group.draft_later).doubted()
         return draft_choice.Chances(request.draft_chance, request.draft_later)
 
-    def ask(self, group: Group, slots: Slots) -> int:
+    def ask(self, group: Group, slots: Slots, verifies: bool) -> int:
         """Return how many tokens the draft model proposes for each row of the next step; 0: none.
 
         Args:
             group: The group, with a draft model.
             slots: The rows that sample, [n]; none has prompt tokens.
+            verifies: Whether the step verifies drafts.
         """
         room, s = self._room(group), self._cache.sequences
         left = int((self._rows.limit[slots] - s.length[slots] - s.pending[slots]).max()) - 1
@@ -240,7 +241,7 @@ class Drafts:
             return 0
         each = [self._modelled(group, self._requests.live[request]) for request in s.request[slots].tolist()]
         mean = draft_choice.Chances(*(sum(chances) // slots.size for chances in zip(*each, strict=True)))
-        return draft_asks.ask(group, slots.size, most, mean)
+        return draft_asks.ask(group, slots.size, most, mean, verifies)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool, may_reserve: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.

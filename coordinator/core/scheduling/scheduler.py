@@ -560,7 +560,7 @@ class Scheduler:
             host_writes=host_writes,
             host_reads=host_reads,
             host_wipes=host_wipes,
-            propose=self._drafts.ask(group, sampled) if asks else 0,
+            propose=self._drafts.ask(group, sampled, bool(drafts)) if asks else 0,
         )
         group.last_step = step_id
         s.last_step[slots] = step_id
