@@ -58,9 +58,12 @@ class Front(Protocol):
 
 
 def project(ops: LayerOperations, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x weight^T, [tokens, n], of a wide x and a weight of few rows, which kernels multiply in parts."""
+    """Return x weight^T, [tokens, n], of a wide x and a weight of few rows, which kernels multiply in parts.
+
+    Kernels return float32, also in one part.
+    """
     parts = ops.linear_parts(x, weight)
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(x.dtype)
+    return (parts[0] if len(parts) == 1 else parts.sum(0)).to(x.dtype)
 
 
 @dataclass(frozen=True)

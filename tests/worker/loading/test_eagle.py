@@ -17,6 +17,7 @@ from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.registry import Serving
 from kvforge.worker.loading import eagle_heads
 from kvforge.worker.loading.eagle_heads import is_eagle_head, load_eagle_head
+from kvforge.worker.loading.heads import project
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker.eagle_checkpoints import EAGLE_TAPS, EAGLE_TOKENS, EagleReference, write_eagle
@@ -177,3 +178,20 @@ def test_a_tensor_that_does_not_fit_is_named(
 def test_a_model_whose_layers_are_not_seen_is_refused(head: Path, model: LoadedModel) -> None:
     with pytest.raises(InvalidConfiguration, match="'eagle3', but model runs transformers' own layers, and heads read"):
         load_eagle_head(head, replace(model, fused=None), "auto")
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_projection_has_the_dtype_of_its_input(parts: int) -> None:
+    """Kernels return parts in float32, also a single one: heads in bfloat16 failed on an H200."""
+
+    class Parts:
+        def linear_parts(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            found = torch.nn.functional.linear(x.float(), weight.float())
+            return (found / parts).expand(parts, *found.shape)
+
+    x, weight = (
+        torch.randn(size, generator=torch.Generator().manual_seed(1)).bfloat16() for size in ((2, 12), (4, 12))
+    )
+    found = project(Parts(), x, weight)  # type: ignore[arg-type]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.nn.functional.linear(x.float(), weight.float()).bfloat16())
