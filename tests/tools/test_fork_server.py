@@ -1,10 +1,11 @@
-"""A fork server of which the answers come late, as on a busy machine."""
+"""Fork servers: answers that come late, as on a busy machine, and one for each of several test processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,15 @@ from typing import IO
 import pytest
 
 from tools.cluster import fork_server
-from tools.cluster.fork_server import ForkServer
+from tools.cluster.fork_server import Connected, ForkServer
+
+SHARES = """
+import socket, sys
+from tools.cluster.fork_server import leave, serve, share
+if share(socket.socket(fileno=int(sys.argv[1]))):
+    serve()
+leave(None)
+"""
 
 
 class Late:
@@ -50,3 +59,27 @@ def test_a_child_that_comes_too_late_is_killed_and_not_taken_for_the_next(monkey
             first.kill()
             second.kill()
             server.close()
+
+
+def test_a_shared_process_forks_a_fork_server_for_each_that_connects(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "shared"))
+        listener.listen()
+        command = [sys.executable, "-c", SHARES, str(listener.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    with process:
+        servers = [ForkServer(Connected(tmp_path / "shared")) for _ in range(2)]
+        logs = [tmp_path / f"{number}.log" for number in range(2)]
+        children = [
+            server.start([str(2026 + number)], log, {**os.environ}, "calendar")
+            for number, (server, log) in enumerate(zip(servers, logs, strict=True))
+        ]
+        assert [child.wait(60) for child in children] == [0, 0]
+        assert [str(2026 + number) in log.read_text() for number, log in enumerate(logs)] == [True, True]
+        process.stdin.close()  # type: ignore[union-attr]
+        assert process.wait(60) == 0
+        servers[0].close()
+        # A server goes on without the shared process and without the other one.
+        assert servers[1].start(["wrong"], logs[1], {**os.environ}, "calendar").wait(60) != 0
+        assert "wrong" in logs[1].read_text()
+        servers[1].close()

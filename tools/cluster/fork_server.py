@@ -6,6 +6,9 @@ as `__main__`, with the given arguments, environment and outputs. The child is a
 its own process id, command line, signals and exit status. A gateway forks its text helpers too (`forked_text.py`).
 Tests with systemd or an explicit start, and some with `kvforge up`, cover the start in a fresh interpreter;
 `forked_up.py` has the others. `tests/integration/test_forked_worker.py` compares both.
+
+Several test processes share the imports: `SharedForkServers` starts a process for each kind of imports, which forks a
+fork server for each test process that connects.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +42,8 @@ FORK_S = 300.0  # the first fork includes the import of torch, on a machine that
 ROOM = " " * 2048
 WORKER, SERVICES = "worker", "services"
 GATEWAY = "kvforge.gateway"
+# An environment variable: the folder of the sockets of `SharedForkServers`, named like the imports.
+SHARED = "KVFORGE_FORK_SERVERS"
 # Modules of the CPU kernels that most tiny models of tests run.
 KERNELS = (
     "attention_kernel",
@@ -201,10 +208,60 @@ class ForkServer:
         self._process.stdout.close()
 
 
+class Connected:
+    """A fork server that a shared process forks for this one, at the other end of a socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        descriptors = os.dup(self._socket.fileno()), os.dup(self._socket.fileno())
+        self.stdin: IO[bytes] | None = open(descriptors[0], "wb", buffering=0)  # noqa: PTH123, SIM115 - closed by ForkServer
+        self.stdout: IO[bytes] | None = open(descriptors[1], "rb", buffering=0)  # noqa: PTH123, SIM115
+
+    def wait(self) -> int:
+        """Wait for the end of the fork server."""
+        self._socket.shutdown(socket.SHUT_WR)
+        while self._socket.recv(1 << 16):
+            pass
+        self._socket.close()
+        return 0
+
+
+class SharedForkServers:
+    """Two processes that import for all test processes that this one forks or starts, until `close`."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="kvf-", dir="/tmp")
+        self._processes = [self._started(imports) for imports in (WORKER, SERVICES)]
+        os.environ[SHARED] = self._folder
+
+    def _started(self, imports: str) -> subprocess.Popen[bytes]:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(Path(self._folder, imports)))
+            listener.listen()
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__, imports, ROOM, str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self) -> None:
+        """End both, and remove their folder. Fork servers that are connected go on."""
+        del os.environ[SHARED]
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder)
+
+
 @cache
 def fork_server(imports: str = WORKER) -> ForkServer:
-    """Return a fork server of this process, started on first use. imports: WORKER or SERVICES."""
-    made = ForkServer(imports=imports)
+    """Return a fork server of this process, started or connected on first use. imports: WORKER or SERVICES."""
+    folder = os.environ.get(SHARED)
+    made = ForkServer(Connected(Path(folder, imports)) if folder else None, imports)
     atexit.register(made.close)
     return made
 
@@ -221,6 +278,21 @@ def _import_all(imports: str) -> None:
         else:
             _import_services()
     keep_all()  # no child walks, and so copies, the memory of the imported modules
+
+
+def share(listener: socket.socket) -> bool:
+    """Fork for each connection. Return True in a child, which serves the connection, and False at the end of input."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    listening = listener.fileno()
+    while 0 not in (ready := select.select([0, listening], [], [])[0]) or listening in ready:
+        connection, _ = listener.accept()
+        with connection:
+            if os.fork() == 0:
+                listener.close()
+                os.dup2(connection.fileno(), 0)
+                os.dup2(connection.fileno(), 1)
+                return True
+    return False
 
 
 def serve() -> None:
@@ -379,10 +451,10 @@ def _customise(path: str, command: list[str]) -> None:
         runpy.run_path(str(file))
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, as `kvforge.process.leash` does."""
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends, as `kvforge.process.leash` does."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -401,6 +473,12 @@ def _appended(log: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     _import_all(sys.argv[1])
+    if len(sys.argv) > 3:
+        if sys.argv[1] == SERVICES:
+            _import_text()
+        if not share(socket.socket(fileno=int(sys.argv[3]))):
+            leave(None)
     serve()
     leave(None)
