@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ PACKAGES = ("coordinator", "worker", "gateway", "kvforge", "loadtest", "protocol
 STARTERS = frozenset({"ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor", "run_in_threadpool"})
 LOW_LEVEL = frozenset({"start_new_thread", "start_new", "start_joinable_thread"})
 CLASSES = frozenset({"Thread", "Timer"})
+NAMES = re.compile(rf"\b(?:{'|'.join(sorted(STARTERS | LOW_LEVEL | CLASSES))})\b")
 # The reason for threads by file. asyncio's own thread, for host names, is in no file here.
 # A worker's start uses cores and disk at the same time. All of these threads end before it serves, and none touches its
 # state.
@@ -30,6 +32,8 @@ def threads(source: str) -> list[str]:
     """Return the places where a source starts threads: line and name. An annotation `threading.Thread` does not
     count."""
     found = list[str]()
+    if not NAMES.search(source):
+        return found  # parsing takes most of the time
     for node in ast.walk(ast.parse(source)):
         names = set[str]()
         if isinstance(node, ast.Attribute):
