@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import settings
 from kvforge.models import store
 from kvforge.process.collector import keep_all
 from tests import amount, fresh, tiers
+from tools.cluster.cluster import Cluster
 
 ROOT = Path(__file__).parents[1]
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
@@ -107,3 +109,11 @@ def pytest_unconfigure() -> None:
 def smollm2_path() -> Path:
     """The SmolLM2-135M-Instruct GGUF file, fetched into the user's cache folder on first use. For `model` tests."""
     return store.pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_cluster(smollm2_path: Path) -> Iterator[Cluster]:
+    """A cluster with the real model on w0, for the tests that kill none of its processes: a load takes seconds."""
+    with Cluster(model=smollm2_path, blocks=512) as cluster:
+        cluster.start("w0")
+        yield cluster

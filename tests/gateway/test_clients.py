@@ -53,11 +53,10 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Cluster(model=smollm2_path, blocks=512) as cluster:
-        kv = cluster.start("w0")
-        with Gateway(cluster.runtime, tmp_path_factory.mktemp("gateway"), f'names = ["{NAME}"]\n') as gateway:
-            yield Served(cluster, gateway, kv)
+def served(smollm2_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder, settings = tmp_path_factory.mktemp("gateway"), f'names = ["{NAME}"]\n'
+    with smollm2_cluster.client() as kv, Gateway(smollm2_cluster.runtime, folder, settings) as gateway:
+        yield Served(smollm2_cluster, gateway, kv)
 
 
 def test_openai_chat_whole_and_streamed(served: Served) -> None:

@@ -39,14 +39,6 @@ def _shared_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="session")
-def smollm2(smollm2_path: Path) -> Iterator[Cluster]:
-    """Return a cluster with the real model on w0, for the tests that kill nothing: a load takes seconds."""
-    with Cluster(model=smollm2_path, blocks=256) as cluster:
-        cluster.start("w0")
-        yield cluster
-
-
 @pytest.fixture
 def shared(_shared_cluster: Cluster) -> Iterator[Shared]:
     """Return the cluster of all tests that kill nothing and change no setting. Its counters go on between tests."""

@@ -47,6 +47,11 @@ def results(requests: Sequence[Request]) -> list[Finished]:
     return [request.result(WAIT_S) for request in requests]
 
 
+def answers_without(kv: Client) -> list[Finished]:
+    """Return the answers of a service without drafts, computed together."""
+    return results([submitted(kv, number) for number in NUMBERS])
+
+
 def bits(found: Finished) -> tuple[object, ...]:
     return found.tokens, found.logprobs, found.top_logprobs, found.reason
 

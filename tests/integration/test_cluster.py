@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvforge import Client, SamplingParams
+from kvforge import Client, Request, SamplingParams
 from kvforge.protocol import codec, token
 from kvforge.protocol.errors import (
     AlreadyFinished,
@@ -156,14 +156,12 @@ def test_a_killed_worker_gives_its_requests_back_and_they_end_with_the_same_toke
     """behaviour 35; steps handed over by message alone, and through shared memory too."""
     with Cluster(worker=f"watch_us = {watch_us}") as cluster:
         kv = cluster.start("w0")
-        expected = [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY).result(60).tokens for i in range(4)]
-        requests = stopped_midway(
-            cluster,
-            kv,
-            lambda: [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY) for i in range(4)],
-            200,
-            "w0",
-        )
+
+        def submitted() -> list[Request]:
+            return [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY) for i in range(4)]
+
+        expected = [request.result(60).tokens for request in submitted()]
+        requests = stopped_midway(cluster, kv, submitted, 200, "w0")
         cluster.kill("w0")
         cluster.start_worker("w0")
         for request, tokens in zip(requests, expected, strict=True):
@@ -190,7 +188,7 @@ def test_the_clients_of_two_workers_get_what_one_worker_gives(shared: Shared) ->
 
 CLIENT = """
 import sys
-from kvforge import Client, SamplingParams
+from kvforge import Client, Request, SamplingParams
 with Client(sys.argv[1], timeout_s=60, connect_timeout_s=30) as kv:
     requests = [kv.submit([i, 1, 2], max_tokens=1500, sampling=SamplingParams(ignore_eos=True)) for i in range(3)]
     for token in requests[0]:

@@ -21,9 +21,9 @@ from tools.cluster.running import CONFIG
 
 from .drafting_checks import (
     COORDINATOR,
-    NUMBERS,
     VOCABULARY,
     WAIT_S,
+    answers_without,
     check_answers,
     check_disk_tier,
     check_hits_and_forks,
@@ -86,10 +86,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def want(models: tuple[Path, Path]) -> list[Finished]:
-    """The answers of a service without a draft model, one by one."""
+    """The answers of a service without a draft model."""
     with Cluster(model=models[0]) as cluster:
-        kv = cluster.start("w0")
-        return [submitted(kv, number).result(WAIT_S) for number in NUMBERS]
+        return answers_without(cluster.start("w0"))
 
 
 @pytest.fixture(scope="module")

@@ -55,11 +55,11 @@ def steps(kv: Client) -> int:
 
 @pytest.fixture(scope="module")
 def want() -> list[Finished]:
-    """The answers of a service without drafts, one by one."""
+    """The answers of a service without drafts."""
     with Cluster() as cluster:
         kv = cluster.start("w0")
-        found = [submitted(kv, number) for number in NUMBERS]
-        assert steps(kv) >= TOKENS * len(SAMPLINGS)
+        found = together(kv, NUMBERS)
+        assert steps(kv) >= TOKENS
         return found
 
 
@@ -120,7 +120,7 @@ def test_a_model_with_recurrent_states_gives_the_bits_without_drafts(name: str, 
     model = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
     with Cluster(model=model) as cluster:
         kv = cluster.start("w0")
-        want = [submitted(kv, number) for number in NUMBERS]
+        want = together(kv, NUMBERS)
     with DraftingCluster(coordinator=DRAFTS, model=model, worker="draft_states = 12\n") as cluster:
         kv = cluster.start("w0")
         before = steps(kv)

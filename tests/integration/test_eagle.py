@@ -22,11 +22,10 @@ from tools.cluster.cluster import Cluster
 
 from .drafting_checks import (
     COORDINATOR,
-    NUMBERS,
     PROMPTS,
     TOKENS,
-    WAIT_S,
     all_accepted,
+    answers_without,
     bits,
     check_answers,
     check_disk_tier,
@@ -37,7 +36,6 @@ from .drafting_checks import (
     greedy,
     repeats,
     results,
-    submitted,
 )
 from .drafting_cluster import DraftingCluster
 from .shared import wait_empty
@@ -69,10 +67,9 @@ def other(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def want(folders: tuple[Path, Path]) -> list[Finished]:
-    """The answers of a service without heads, one by one."""
+    """The answers of a service without heads."""
     with Cluster(model=folders[0]) as cluster:
-        kv = cluster.start("w0")
-        return [submitted(kv, number).result(WAIT_S) for number in NUMBERS]
+        return answers_without(cluster.start("w0"))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +121,7 @@ def test_a_head_drafts_for_a_model_with_recurrent_states(tmp_path: Path) -> None
     model, head = write_right_eagle(tmp_path, RIGHT_RECURRENT_SEED, recurrent=True)
     with Cluster(model=model) as cluster:
         kv = cluster.start("w0")
-        want = [submitted(kv, number).result(WAIT_S) for number in NUMBERS]
+        want = answers_without(kv)
     worker = f'draft_model = "{head}"\ndraft_states = 16\n'
     with DraftingCluster(model=model, coordinator=COORDINATOR, worker=worker) as cluster:
         kv = cluster.start("w0")

@@ -56,6 +56,7 @@ def test_a_forked_worker_is_like_one_of_a_fresh_interpreter() -> None:
         kv = cluster.start("w0")
         want = registered(kv), answers(kv)
         cluster.kill("w0")
+        cluster.wait_workers(kv, 0)  # else the killed one may be taken for the next
         cluster.start_worker(FRESH)
-        kv.wait_ready(WAIT_S)
+        cluster.wait_workers(kv, 1)
         assert (registered(kv), answers(kv)) == want

@@ -19,8 +19,7 @@ from tools.cluster.cluster import Cluster
 
 from .drafting_checks import (
     COORDINATOR,
-    NUMBERS,
-    WAIT_S,
+    answers_without,
     bits,
     check_answers,
     check_disk_tier,
@@ -29,7 +28,6 @@ from .drafting_checks import (
     check_preemption_and_death,
     counts,
     results,
-    submitted,
 )
 from .drafting_cluster import DraftingCluster
 from .shared import wait_empty
@@ -44,10 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def want(model: Path) -> list[Finished]:
-    """The answers of a service without heads, one by one."""
+    """The answers of a service without heads."""
     with Cluster(model=model) as cluster:
-        kv = cluster.start("w0")
-        return [submitted(kv, number).result(WAIT_S) for number in NUMBERS]
+        return answers_without(cluster.start("w0"))
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,8 @@ def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple
 def test_only_the_sequences_of_a_lost_worker_pause() -> None:
     with Cluster(blocks=256, coordinator="[limits]\nidle_timeout_s = 3\n") as cluster:
         kv = cluster.start("w0", "w1")
-        whole = [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
+        undisturbed = [submit(kv, i) for i in range(REQUESTS)]
+        whole = [request.result(60).tokens for request in undisturbed]
         lose(cluster, kv, signal.SIGKILL, whole)
         cluster.start_worker("w1")
         cluster.wait_workers(kv, 2)

@@ -26,6 +26,12 @@ def submit(kv: Client, number: int, tokens: int = TOKENS) -> Request:
     return kv.submit([number, 2, 3], max_tokens=tokens, sampling=sampling, cache_salt=str(number))
 
 
+def answers(kv: Client, tokens: int) -> list[tuple[int, ...]]:
+    """Return the tokens of all requests, which run together: a step of few rows takes as long as one of one row."""
+    running = [submit(kv, number, tokens) for number in range(REQUESTS)]
+    return [request.result(60).tokens for request in running]
+
+
 @pytest.fixture(scope="module")
 def striking() -> Iterator[tuple[Cluster, Client]]:
     """Return the cluster for strikes at its ranks; each test leaves both running."""
@@ -36,7 +42,7 @@ def striking() -> Iterator[tuple[Cluster, Client]]:
 @pytest.fixture(scope="module")
 def whole(striking: tuple[Cluster, Client]) -> list[tuple[int, ...]]:
     """Return the tokens of two undisturbed ranks."""
-    return [submit(striking[1], i).result(60).tokens for i in range(REQUESTS)]
+    return answers(striking[1], TOKENS)
 
 
 def test_each_rank_is_shown_and_their_pool_is_one() -> None:
@@ -95,7 +101,7 @@ def test_four_ranks_that_divide_experts_lose_one(tmp_path: Path) -> None:
     folder = save(tmp_path / "mixtral", model_type, {**fields, "num_local_experts": 7, "max_position_embeddings": 256})
     with Cluster(ranks=4, model=folder, worker="expert_parallel = true\n") as cluster:
         kv = cluster.start(*names)
-        before = [submit(kv, i, 60).result(60).tokens for i in range(REQUESTS)]
+        before = answers(kv, 60)
         running = [submit(kv, i, 60) for i in range(REQUESTS)]
         for request in running:
             next(iter(request))

@@ -7,7 +7,7 @@ from time import monotonic
 
 import pytest
 
-from kvforge import Client, SamplingParams
+from kvforge import Client, Request, SamplingParams
 from tools.cluster.cluster import Cluster
 
 DEADLINE_S = 60.0
@@ -36,8 +36,12 @@ def test_streams_that_are_being_read_go_on_through_kills_as_if_nothing_had_happe
     """The user's code needs no handling: each token of an undisturbed run arrives exactly once."""
     with Cluster() as cluster:
         kv = cluster.start("w0")
-        undisturbed = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=SamplingParams(seed=i)).result() for i in range(3)]
-        running = [kv.submit(PROMPT, max_tokens=TOKENS, sampling=SamplingParams(seed=i)) for i in range(3)]
+
+        def submitted() -> list[Request]:
+            return [kv.submit(PROMPT, max_tokens=TOKENS, sampling=SamplingParams(seed=i)) for i in range(3)]
+
+        undisturbed = [request.result() for request in submitted()]
+        running = submitted()
         came: dict[int, list[int]] = {request.id: [] for request in running}
         kills = 0
         for request, token in kv.merge(*running):

@@ -12,7 +12,10 @@ import pytest
 from kvforge import Client, Draining, KvforgeError, Request, SamplingParams
 from tools.cluster.cluster import END_S, Cluster
 
+from .midway import stopped_midway
+
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+TOKENS = 300
 
 
 def wait_log(cluster: Cluster, name: str, words: str) -> None:
@@ -23,18 +26,21 @@ def wait_log(cluster: Cluster, name: str, words: str) -> None:
         select.select([], [], [], 0.05)
 
 
+def begun(kv: Client) -> Request:
+    """Return a request that runs."""
+    return kv.submit([1, 2, 3], max_tokens=TOKENS, sampling=GREEDY)
+
+
 def stand_still(cluster: Cluster, kv: Client) -> Request:
     """Return a running request that cannot end, because its worker is suspended."""
-    request = kv.submit([1, 2, 3], max_tokens=1500, sampling=GREEDY)
-    next(iter(request))
-    cluster.signal("w0", signal.SIGSTOP)
+    (request,) = stopped_midway(cluster, kv, lambda: [begun(kv)], TOKENS, "w0")
     return request
 
 
 def test_a_hung_worker_is_killed_and_its_requests_end_with_the_same_tokens() -> None:
     with Cluster(blocks=256, coordinator="[schedule]\nstep_timeout_s = 4\n") as cluster:
         kv = cluster.start("w0")
-        expected = kv.submit([1, 2, 3], max_tokens=1500, sampling=GREEDY).result(120).tokens
+        expected = begun(kv).result(120).tokens
         request = stand_still(cluster, kv)
         assert cluster.end("w0") == -signal.SIGKILL
         cluster.start_worker("w0")
