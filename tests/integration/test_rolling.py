@@ -20,6 +20,7 @@ from .test_thousand import answers_alone
 READERS = 4
 DEADLINE_S = 60.0
 BETWEEN = 20  # answers between one replacement and the next
+LONG = 800  # tokens of the stream, which has about 300 of these after the last replacement
 KEEPS = 'on_stop = "keep"\n[schedule]\nstep_rows_max = 16\n'
 
 
@@ -94,9 +95,9 @@ def test_nobody_notices_a_rolling_restart() -> None:
         kv = cluster.start("w0", "w1")
         alone = answers_alone(kv)
         long = SamplingParams(temperature=1.0, seed=5, ignore_eos=True)
-        whole = kv.submit([1, 2, 3], max_tokens=1200, sampling=long).result(120).tokens
+        whole = kv.submit([1, 2, 3], max_tokens=LONG, sampling=long).result(120).tokens
         load = Load(cluster.endpoint, alone)
-        stream = kv.submit([1, 2, 3], max_tokens=1200, sampling=long)  # read before and after all replacements
+        stream = kv.submit([1, 2, 3], max_tokens=LONG, sampling=long)  # read before and after all replacements
         reader = iter(stream)
         tokens = [next(reader).token_id]
         with load.running():

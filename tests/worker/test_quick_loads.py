@@ -1,4 +1,4 @@
-"""What a load of a tiny model leaves out, because it passed before in the same process."""
+"""What a load of a tiny model leaves out, because it passed before in the same process, or in the same run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
+from kvforge.worker.loading import determinism
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker import quick_loads
 from tests.worker.loading.random_models import save
+from tools.cluster.passed_trials import remember_trials
 
 build = import_module("kvforge.worker.loading.build")  # the package has a function of that name
 Calls = list[str]
@@ -86,3 +88,19 @@ def test_a_failure_is_found_again(
         patched.setattr(quick_loads, "_unsteady", lambda *_: "planted")
         assert [load(number).unsteady for number in (2, 3)] == ["planted", "planted"]
     assert load(4).unsteady == "" and calls.count("_unsteady") == 1
+
+
+def test_forked_workers_try_the_rows_of_an_equal_model_once(
+    load: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    result = ["planted"]
+    monkeypatch.setattr(determinism, "_unsteady", lambda model, _: tried.append(model.info.source) or result[0])
+    (tmp_path / "trials").mkdir()
+    remember_trials(tmp_path / "trials")
+    assert [load(number).unsteady for number in range(2)] == ["planted", "planted"], "a failure is found again"
+    result[0] = ""
+    assert [load(number).unsteady for number in (2, 3)] == ["", ""]
+    assert len(tried) == 3, "the last load passes without a trial"
+    load(4, rope_theta=5e5)
+    assert len(tried) == 4, "another model"

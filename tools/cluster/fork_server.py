@@ -232,8 +232,8 @@ class SharedForkServers:
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="kvf-", dir="/tmp")
-        self._processes = [self._started(imports) for imports in (WORKER, SERVICES)]
         os.environ[SHARED] = self._folder
+        self._processes = [self._started(imports) for imports in (WORKER, SERVICES)]
 
     def _started(self, imports: str) -> subprocess.Popen[bytes]:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -273,6 +273,12 @@ def _import_all(imports: str) -> None:
             import kvforge.worker.step.loop  # noqa: F401 - the slow import
 
             _import_what_any_model_needs()
+            if folder := os.environ.get(SHARED):
+                from .passed_trials import remember_trials
+
+                trials = Path(folder, "trials")
+                trials.mkdir()
+                remember_trials(trials)
             _load_a_model()
             _keep_library_pages()
         else:
