@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from kvforge.process.collector import keep_all
 from kvforge.protocol.errors import KernelError
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import PlainOperations, choose_operations, packed
@@ -75,6 +76,8 @@ def test_what_was_packed_is_given_back(
 ) -> None:
     """One by one: the previous weight is freed before the next is packed. At the end only the embedding is left, or
     nothing if it is tied to the head."""
+    gc.collect()
+    keep_all()  # the collections below walk what this test makes alone
     unpacked: list[StorageWeakRef] = []
     alive: list[int] = []
     pack, verify = PackedOperations.pack, load.verify

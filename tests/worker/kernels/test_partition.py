@@ -29,7 +29,7 @@ def test_every_thread_gets_whole_vectors(threads: int) -> None:
         assert length < 1.25 * count + VECTOR_STEP * threads * threads
 
 
-@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("capability", ["avx2", "avx512"])
 def test_bits_do_not_depend_on_place_size_or_threads(capability: str, share: int) -> None:
     """With every number of threads and every size for each function, and in the soak test with every pair of both."""

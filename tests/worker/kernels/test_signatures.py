@@ -37,6 +37,7 @@ ELSEWHERE = ("tools", "tests", "benchmarks")
 OPERATIONS = (PlainOperations, WideOperations, PackedOperations, CpuOperations, FusedOperations)
 ATTENTION = (ReferenceAttention, TritonAttention, CpuAttention)
 QUOTED = re.compile(r"""["'](\w+)["']""")
+LAUNCHED = re.compile(r"\b(\w+)\s*\[")
 FEW = 3  # so many parameters may be passed on
 each_kernel = pytest.mark.parametrize(
     "kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in KERNELS]
@@ -63,13 +64,31 @@ class Scan:
 
 
 def concerns_kernels(text: str) -> bool:
-    """Return whether a source may hold a launch, or a literal with the name of a kernel's parameter."""
-    return "](" in text or not parameter_names().isdisjoint(QUOTED.findall(text))
+    """Return whether a source may hold a launch, or a literal with more than half of a kernel's parameters.
+
+    A text has the words of its code. Parsing all sources takes seconds.
+    """
+    if not kernel_names().isdisjoint(LAUNCHED.findall(text)):
+        return True
+    quoted = parameter_names().intersection(QUOTED.findall(text))
+    return bool(quoted) and any(2 * len(quoted & names) > len(names) for names in parameters_by_kernel())
+
+
+@cache
+def kernel_names() -> frozenset[str]:
+    return frozenset(kernel.name for kernel in KERNELS)
+
+
+@cache
+def parameters_by_kernel() -> frozenset[frozenset[str]]:
+    """Return the names of each kernel's parameters, and of its constants, which may be listed alone."""
+    all_names = (frozenset(each.name for each in parameters(kernel)) for kernel in KERNELS)
+    return frozenset((*all_names, *(frozenset(constants(kernel)) for kernel in KERNELS))) - {frozenset()}
 
 
 @cache
 def parameter_names() -> frozenset[str]:
-    return frozenset(each.name for kernel in KERNELS for each in parameters(kernel))
+    return frozenset().union(*parameters_by_kernel())
 
 
 @cache

@@ -28,9 +28,9 @@ PLANS: dict[str, tuple[str, dict[str, Any], bool, int]] = {
     "two experts in the layout of gpt-oss": ("gpt_oss", DESCRIBED["gpt_oss"][1], True, 1),
     "one or two experts": ("mixtral", {"num_local_experts": 7, "num_experts_per_tok": 3}, True, 1),
 }
-# In `make test`; the others are a soak test, a third on each day. test_split.py and test_expert_parallel.py have every
-# style for two ranks.
-FEW = ("one K and V head", "gathered outputs", "a part of shared experts too", "one or two experts")
+# In `make test`: the plans that two ranks cannot have, with a part of the experts and without. The others are a soak
+# test, a third on each day. test_split.py and test_expert_parallel.py have every style for two ranks.
+FEW = ("K and V heads of two ranks each", "one or two experts")
 OTHERS = tuple(plan for plan in PLANS if plan not in FEW)
 # In each rank, as are K and V heads of several ranks. Rank 0 alone has the biases of sums.
 WHOLE = ("embed", "norm", "mlp.gate.", "router", "correction_bias", "o_proj.bias")

@@ -21,6 +21,7 @@ from kvforge.worker.loading.report import LoadReport
 from kvforge.worker.loading.slices import VOCABULARY, plan_of
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.split import build_split
+from tests.amount import examples
 from tests.worker.loading.random_models import LATENT, YARN_BY_POSITION
 from tests.worker.loading.several import say, several
 
@@ -124,6 +125,7 @@ FUSED = (
 )  # by several ranks
 FUSED_ALONE = (*FUSED, "phi3", "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
+ASKED = 1 + examples(2)  # prompts; the last answer is drawn by chance
 ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange
 
 
@@ -157,7 +159,7 @@ def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     models |= {"bfloat16": (folders["qwen3"], "bfloat16", "dtype")}
     if not NO_INT8:
         models |= {"int8": (folders["qwen3"], "float32", "int8")}
-    told = several(2, list(models.values()), tmp_path_factory.mktemp("meeting") / "here")
+    told = several(2, list(models.values()), tmp_path_factory.mktemp("meeting") / "here", ASKED)
     return {kind: [rank[place] for rank in told] for place, kind in enumerate(models)}
 
 
@@ -183,7 +185,7 @@ def hopeless(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 def test_two_ranks_say_what_one_says(
     kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
 ) -> None:
-    alone, (first, second) = say(folders[kind], "float32", "dtype"), of_two[kind]
+    alone, (first, second) = say(folders[kind], "float32", "dtype", asked=ASKED), of_two[kind]
     assert "error" not in first, first
     assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
     assert [[token for token, _ in each] for each in first["said"]] == [
