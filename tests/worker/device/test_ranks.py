@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.ranks import Ranks
 from kvforge.worker.step.loop import _signals_end_process
+from tests.forked import Scripts
 
 END_S = 60
 MET = """
@@ -32,13 +34,17 @@ leave(7)
 """
 
 
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with Scripts("torch", "torch.distributed") as forking:
+        yield forking
+
+
 @pytest.mark.parametrize(("backend", "said"), [("nccl", ["closed"]), ("gloo", ["closed", "farewell"])])
-def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp_path: Path) -> None:
+def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp_path: Path, scripts: Scripts) -> None:
     """Exit handlers may wait for the other ranks; the exit status is reported nevertheless."""
     place = tmp_path / "meeting"
-    ended = subprocess.run(
-        [sys.executable, "-c", MET, str(place), backend], capture_output=True, text=True, timeout=END_S, check=False
-    )
+    ended = scripts.run(MET, str(place), backend)
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.split() == said
     assert not place.exists(), "rank 0 leaves nothing where they met"
@@ -84,14 +90,12 @@ for how in ("one host", "several hosts", "no memory"):
 """
 
 
-def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path) -> None:
+def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path, scripts: Scripts) -> None:
     """A trial of the model attributes other errors to the model, and then the worker would not be restarted.
 
     Ranks of one host gather through their memory. If one of them cannot, all use gloo.
     """
-    ended = subprocess.run(
-        [sys.executable, "-c", LOST, str(tmp_path)], capture_output=True, text=True, timeout=END_S, check=False
-    )
+    ended = scripts.run(LOST, str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     lines = [line.split("; ") for line in ended.stdout.splitlines()]
     assert [(how, described) for how, described, _ in lines] == [
