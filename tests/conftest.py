@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
+import logging
+import math
 import mmap
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from hypothesis import settings
@@ -35,6 +40,8 @@ settings.load_profile("suite")
 COLLECT_AFTER = 20_000, 10, 10  # new objects; Python's own first number is 700
 GROWTH_BYTES = 512 << 20
 STATM = Path("/proc/self/statm")
+HANG_S, WATCH_EVERY_S = 300, 60  # a test that hangs for both shows where it is
+_terminal, _watch_began = [2], [-math.inf]  # pytest points descriptor 2 elsewhere while a test runs
 _collected_at = [0]
 # Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
 gc.disable()
@@ -48,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the seeds and cases of the day, once for all processes of a run, and the number of examples."""
     fresh.choose_day(config)
     amount.choose(config)
+    assert sys.__stderr__ is not None
+    _terminal[:] = [os.dup(sys.__stderr__.fileno())]
 
 
 def pytest_report_header() -> str:
@@ -77,9 +86,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Let the collector run while tests do, though less often: it took a twentieth of many files' time."""
+    _let_records_reach_the_root()
     keep_all()
     gc.set_threshold(*COLLECT_AFTER)
     gc.enable()
+
+
+def _let_records_reach_the_root() -> None:
+    """Let pytest add its handlers to the root logger alone.
+
+    It adds them to each logger that passes no records on, six times a test. torch has 40 of these, which took a tenth
+    of a millisecond each time.
+    """
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
+def pytest_runtest_logstart() -> None:
+    """Watch for a hang. pytest's own watch starts and ends a thread for each test, which took a millisecond."""
+    if _watch_began[0] + WATCH_EVERY_S < monotonic():
+        _watch_began[0] = monotonic()
+        faulthandler.dump_traceback_later(HANG_S + WATCH_EVERY_S, file=_terminal[0])
 
 
 @pytest.hookimpl(trylast=True)
@@ -98,7 +126,8 @@ def _resident_bytes() -> int:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the temporary folders."""
+    """End the watch, and remove the temporary folders."""
+    faulthandler.cancel_dump_traceback_later()
     for folder in _made:
         os.environ.pop(INDUCTOR, None)
         shutil.rmtree(folder, ignore_errors=True)
