@@ -109,6 +109,7 @@ def operations_of(fused: FusedDecoder, batch: int) -> list[Operation]:
         found.append(_mixture(fused, first.feed, x, batch))
     else:
         feed = first.feed
+        assert feed is not None, "a layer without a feed-forward block"
         inner = random(feed.down.weight.shape[1])
         found.append(product("gate, up, silu", feed.gate_up.weight, lambda o, w: o.gated(x, w.feed.gate_up.weight)))
         found.append(product("down", feed.down.weight, lambda o, w: o.linear_parts(inner, w.feed.down.weight)))
@@ -156,7 +157,7 @@ def step_floor_us(model: LoadedModel, fused: FusedDecoder, roof: Roof, rows: int
             chosen = layer.feed.router.chosen
             size += each * distinct_experts(len(layer.feed.matrices.up), chosen, rows)
             numbers += count * chosen
-        else:
+        elif layer.feed is not None:
             dense += [layer.feed.gate_up.weight, layer.feed.down.weight]
         size += sum(map(stored_bytes, dense))
         numbers += sum(each.numel() for each in dense)

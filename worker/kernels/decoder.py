@@ -241,11 +241,11 @@ class FusedDecoder:
             mixed = None if layer.mixer is None else layer.mixer(ops, normed, batch, pool)[None]
             if layer.normed_residual is not None:
                 torch.mul(normed, layer.normed_residual.mixed, out=residual)
-            if not layer.attends:
-                assert mixed is not None, "a layer without attention and mixer"
+            inner_norm = last if layer.feed is None else layer.inner_norm
+            if not layer.attends and mixed is not None:
                 own_scale = scale * factors.mixed
-                normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, own_scale, layer.inner_norm)
-            else:
+                normed = self._add_mixed(ATTENTION, mixed, residual, layer.attended_norm, own_scale, inner_norm)
+            elif layer.attends:
                 if mixed is not None:
                     self._add_mixed(ATTENTION, mixed, residual, None, scale * factors.mixed, None)
                 given = normed if factors.attention_input == 1.0 else normed * factors.attention_input
@@ -259,13 +259,15 @@ class FusedDecoder:
                 attended = self._attend(layer, given, angles, factor, pool.layers[place], pool.batch_of(place, batch))
                 own_scale = scale * factors.attended
                 normed = self.add(
-                    ATTENTION, attended, layer.output, residual, layer.attended_norm, own_scale, layer.inner_norm
+                    ATTENTION, attended, layer.output, residual, layer.attended_norm, own_scale, inner_norm
                 )
             if layer.normed_residual is not None:
                 torch.mul(normed, layer.normed_residual.fed, out=residual)
             scale *= factors.fed
             feed, x = layer.feed, before if layer.is_parallel else normed
-            if isinstance(feed, MixtureOfExperts):
+            if feed is None:
+                assert mixed is not None or layer.attends, "a layer without blocks"
+            elif isinstance(feed, MixtureOfExperts):
                 mixed = self.mix(feed, x)
                 normed = self._add_mixed(INNER, mixed, residual, layer.fed_norm, scale, last)
             elif layer.experts_beside is not None:
@@ -384,12 +386,14 @@ class FusedDecoder:
         if experts.router.shared and experts.shared_gate is not None:
             shared_gate = experts.shared_gate.weight
         chosen, weights = ops.route(logits, experts.router, experts.choice_bias, experts.factors, normed, shared_gate)
-        whole = whole or experts.shared is not None or self.ranks is not None
+        whole = whole or experts.shared is not None or experts.widen is not None or self.ranks is not None
         run = ops.experts if whole else ops.expert_parts
-        x = normed
+        x = normed if experts.narrow is None else ops.linear(normed, experts.narrow.weight)
         if experts.scales_input:
             x, weights = (normed * weights).to(normed.dtype), torch.ones_like(weights)
         mixed = run(x, chosen, weights, experts.matrices, experts.activation, experts.interleaved)
+        if experts.widen is not None:
+            mixed = ops.linear(mixed, experts.widen.weight)
         if experts.shared is None:
             return mixed[None] if whole else mixed
         shared = experts.shared

@@ -111,6 +111,8 @@ class MixtureOfExperts:
         shared: Experts that every token uses, as one dense block; None: none, or they are in `matrices`.
         scales_input: Whether the only expert's weight is a factor of its input, not of its result (Llama 4).
         shared_gate: Projection to one number, whose sigmoid is the factor of shared experts; None: 1.
+        narrow: Projection of the experts' input, without a bias; None: none.
+        widen: Projection of the sum of their results, without a bias; None: none.
     """
 
     gate: Projection
@@ -123,9 +125,12 @@ class MixtureOfExperts:
     shared_gate: Projection | None = None
     factors: torch.Tensor | None = None
     scales_input: bool = False
+    narrow: Projection | None = None
+    widen: Projection | None = None
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Yield every weight of a product but the router's."""
+        yield from (each.weight for each in (self.narrow, self.widen) if each is not None)
         for matrices in (self.matrices.up, self.matrices.down):
             yield from (matrices,) if isinstance(matrices, torch.Tensor) else matrices
         yield from (each for each in (self.matrices.shared_up, self.matrices.shared_down) if each is not None)
@@ -300,7 +305,7 @@ class FusedLayer:
         output: Projection of the heads' results.
         attended_norm: Norm of the result of attention.
         inner_norm: Norm before the feed-forward block.
-        feed: The feed-forward block.
+        feed: The feed-forward block; None: none.
         fed_norm: Norm of its result.
         residual_scale: Factor of both results.
         is_parallel: Whether attention and feed-forward read the same norm.
@@ -315,7 +320,8 @@ class FusedLayer:
         latent: Attention over latents: `projected` is Q or its latent, then the token's latent, then its rotary key.
             None: over K and V.
         mixer: A recurrent state in place of attention, with `projected` and `output` empty, or beside attention: both
-            read the same norm, and the residual gets both results. None: it attends.
+            read the same norm, and the residual gets both results. None: it attends, or has the feed-forward block
+            alone, which then reads `input_norm`.
         is_query_gated: Whether Q follows a gate of as many numbers, whose sigmoid is a factor of the heads' results.
         factors: Factors of inputs and results.
         normed_residual: Factors of what both results are added to; None: the residual as it is.
@@ -331,7 +337,7 @@ class FusedLayer:
     head_norms: HeadNorms | None
     output: Projection
     inner_norm: Norm | None
-    feed: FeedForward | MixtureOfExperts
+    feed: FeedForward | MixtureOfExperts | None
     attended_norm: Norm | None = None
     fed_norm: Norm | None = None
     residual_scale: float = 1.0
@@ -369,7 +375,8 @@ class FusedLayer:
             if self.latent is not None and self.latent.query is not None:
                 yield self.latent.query.weight
             yield self.output.weight
-        yield from self.feed.product_weights()
+        if self.feed is not None:
+            yield from self.feed.product_weights()
         if self.experts_beside is not None:
             yield from self.experts_beside.mixture.product_weights()
         if self.token_block is not None:
@@ -379,7 +386,7 @@ class FusedLayer:
     @property
     def dense(self) -> FeedForward | None:
         """The dense feed-forward block, or the shared experts; None: neither."""
-        return self.feed if isinstance(self.feed, FeedForward) else self.feed.shared
+        return self.feed.shared if isinstance(self.feed, MixtureOfExperts) else self.feed
 
     @property
     def is_plain(self) -> bool:

@@ -52,6 +52,8 @@ class Mixture:
         is_shared_outside: Whether the layer has that module, not its feed-forward module. A layer without the latter
             is dense.
         shared_gate: Projection whose sigmoid is their factor; "": none.
+        narrow, widen: Projections before and behind the experts, which the router and shared experts have not; "":
+            none. A model without them has other modules there.
     """
 
     router: Callable[[Any], Router]
@@ -65,6 +67,12 @@ class Mixture:
     shared: str = ""
     is_shared_outside: bool = False
     shared_gate: str = ""
+    narrow: str = ""
+    widen: str = ""
+
+    def latents(self, feed: Any) -> tuple[str, ...]:
+        """Return the names of the projections around the experts of a feed-forward module; none in most models."""
+        return tuple(name for name in (self.narrow, self.widen) if name and hasattr(getattr(feed, name), "in_features"))
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,8 @@ class Family:
             head's result.
         mixers: Modules with a recurrent state, one of which a layer has in place of attention; see `mixers`.
         mixes_beside: Whether a layer has it beside attention.
+        one_block: Whether a layer has one block, a mixer, attention or the feed-forward block, in a module with one
+            name for all.
         factors: Factors within a layer.
         normed_residual: Factors of a layer's normed residuals; None: its residual is not normed.
         head_norms: Norms of Q and K; both may be missing in a model.
@@ -216,6 +226,7 @@ class Family:
     is_query_gated: bool = False
     mixers: tuple[str, ...] = ()
     mixes_beside: bool = False
+    one_block: bool = False
     factors: Callable[[Any], LayerFactors] = _no_factors
     normed_residual: Callable[[Any], NormedResidual | None] = _as_it_is
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
@@ -257,12 +268,28 @@ class Family:
         """
         found = (getattr(layer, name, None) for name in self.mixers)
         attends = self.projected[0] if self.latent is None else self.latent.latent
-        return next((each for each in found if each is not None and not hasattr(each, attends)), None)
+        return next(
+            (each for each in found if each is not None and not hasattr(each, attends) and not self._only_feeds(each)),
+            None,
+        )
+
+    def attends(self, layer: Any) -> bool:
+        """Return whether a layer has attention."""
+        if self.one_block and self._only_feeds(getattr(layer, self.feed)):
+            return False
+        return self.mixes_beside or self.mixer_of(layer) is None
 
     def feed_of(self, layer: Any) -> Any:
-        """Return a layer's module with the feed-forward block, or with the experts."""
+        """Return a layer's module with the feed-forward block, or with the experts; None: it has another block."""
         feed = getattr(layer, self.feed)
+        if self.one_block:
+            return feed if self._only_feeds(feed) else None
         return self.shared_of(layer, feed) if feed is None else feed
+
+    def _only_feeds(self, block: Any) -> bool:
+        """Return whether the only block of a layer is the feed-forward block."""
+        names = (self.gate_up[0], *([] if self.mixture is None else [self.mixture.experts]))
+        return self.one_block and any(hasattr(block, name) for name in names)
 
     def shared_of(self, layer: Any, feed: Any) -> Any:
         """Return the module of shared experts of a layer with experts; None: none."""

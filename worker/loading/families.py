@@ -213,13 +213,11 @@ _GRANITE_EXPERTS = replace(
 _GLM4 = Family(
     attended_norm="post_self_attn_layernorm", fed_norm="post_mlp_layernorm", gate_up=("gate_up_proj",), interleaved=True
 )
-_GLM4_EXPERTS = Family(
-    mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts")
+_DEEPSEEK_EXPERTS = Mixture(
+    _sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts"
 )
-_DEEPSEEK = Family(
-    latent=Latent(interleaved=_pairs_neighbours),
-    mixture=Mixture(_sigmoid_in_groups, choice_bias="gate.e_score_correction_bias", wide=True, shared="shared_experts"),
-)
+_GLM4_EXPERTS = Family(mixture=_DEEPSEEK_EXPERTS)
+_DEEPSEEK = Family(latent=Latent(interleaved=_pairs_neighbours), mixture=_DEEPSEEK_EXPERTS)
 _QWEN3_NEXT = Family(
     is_query_gated=True,
     mixers=("linear_attn",),
@@ -324,6 +322,20 @@ FAMILIES = {
     "mistral.MistralForCausalLM": LLAMA,
     "mixtral.MixtralForCausalLM": Family(mixture=Mixture(_softmax, wide=True)),
     "nemotron.NemotronForCausalLM": Family(gate_up=("up_proj",), is_gated=False),
+    "nemotron_h.NemotronHForCausalLM": Family(
+        input_norm="norm",
+        inner_norm="",
+        attention="mixer",
+        mixers=("mixer",),
+        one_block=True,
+        rotary=_unrotated,
+        feed="mixer",
+        gate_up=("up_proj",),
+        is_gated=False,
+        activation="mlp_hidden_act",
+        mixture=replace(_DEEPSEEK_EXPERTS, narrow="fc1_latent_proj", widen="fc2_latent_proj"),
+        final_norm="norm_f",
+    ),
     "olmo.OlmoForCausalLM": Family(clip="clip_qkv"),
     "olmo2.Olmo2ForCausalLM": _OLMO2,
     "olmo3.Olmo3ForCausalLM": _OLMO2,

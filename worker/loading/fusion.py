@@ -95,15 +95,15 @@ def fuse(
     head, table = _head(module, packer)  # before the layers: later the module's original size is unknown
     attending = iter(options)
     layers = tuple(
-        _mixing_layer(layer, found, parts, packer, ranks is not None)
-        if found.mixes
-        else _fuse_layer(layer, next(attending), found, parts, packer, ranks is not None)
+        _fuse_layer(layer, next(attending), found, parts, packer, ranks is not None)
+        if found.attends
+        else _unattending_layer(layer, found, parts, packer, ranks is not None)
         for layer, found in zip(module.model.layers, parts.layers, strict=True)
     )
     return FusedDecoder(
         operations=operations,
         attention=attention,
-        table=module.model.embed_tokens.weight if table is None else table,
+        table=module.get_input_embeddings().weight if table is None else table,
         layers=layers,
         final_norm=parts.final_norm,
         head=head,
@@ -136,7 +136,7 @@ def _embedding_scale(module: Any, family: Family) -> float:
     """Return the factor of embeddings, rounded as transformers rounds it."""
     if family.embedding_scale:
         return _setting(module.config, family.embedding_scale, 1.0)
-    table = module.model.embed_tokens
+    table = module.get_input_embeddings()
     scale = getattr(table, "embed_scale", None)
     if family.embedding_factor:
         scale = getattr(module.model, family.embedding_factor)
@@ -149,13 +149,14 @@ def _head(module: Any, packer: WeightPacker | None) -> tuple[Projection, PackedT
     if isinstance(module.lm_head, CodedLinear):
         return _join(module, ("lm_head",), packer), None
     weight, bias = module.lm_head.weight, module.lm_head.bias
-    if packer is None or weight is not module.model.embed_tokens.weight:
+    if packer is None or weight is not module.get_input_embeddings().weight:
         return _join(module, ("lm_head",), packer), None
     packed = packer.pack(weight, [module.lm_head])
     if (table := table_of(packed, weight)) is not None:
         module.lm_head = in_place_of(module.lm_head, PackedRows(packed, slice(0, len(weight)), bias))
-        scale = getattr(module.model.embed_tokens, "embed_scale", None)
-        module.model.embed_tokens = PackedEmbedding(table, 1.0 if scale is None else float(scale.to(weight.dtype)))
+        scale = getattr(module.get_input_embeddings(), "embed_scale", None)
+        packed_table = PackedEmbedding(table, 1.0 if scale is None else float(scale.to(weight.dtype)))
+        module.set_input_embeddings(packed_table)
         return Projection(packed, bias), table
     whole = sum(each.nbytes for each in module.parameters())
     if weight.nbytes > TIED_HEAD_SHARE_MAX * whole and not packer.quantises:
@@ -219,10 +220,10 @@ def _fuse_layer(
     )
 
 
-def _mixing_layer(
+def _unattending_layer(
     layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None, is_split: bool
 ) -> FusedLayer:
-    """Make a layer with a recurrent state in place of attention, which its own module computes.
+    """Make a layer with a recurrent state in place of attention, which its own module computes, or with neither.
 
     is_split: whether ranks divide it.
     """
@@ -244,7 +245,7 @@ def _mixing_layer(
         residual_scale=parts.residual_scale,
         is_parallel=parts.family.is_parallel,
         output_scale=found.output_scale,
-        mixer=BoundMixer(parts.family.mixer_of(layer), is_split),
+        mixer=BoundMixer(parts.family.mixer_of(layer), is_split) if found.mixes else None,
         factors=found.factors,
         normed_residual=found.normed_residual,
     )
@@ -285,7 +286,9 @@ def _fuse_latent_layer(
 
 def _feed(
     layer: Any, found: LayerParts, parts: DecoderParts, packer: WeightPacker | None
-) -> FeedForward | MixtureOfExperts:
+) -> FeedForward | MixtureOfExperts | None:
+    if not found.feeds:
+        return None
     feed = parts.family.feed_of(layer)
     if found.mixture is None:
         return replace(_feed_forward(feed, found.activation, parts, packer), gate_factor=found.factors.gate)
@@ -347,8 +350,9 @@ def _mixture(
     experts = found.experts
     gate = _join(owner, (mixture.shared_gate,), packer) if mixture.shared_gate else None
     matrices = experts.matrices if packer is None else packed_experts(experts, packer)
-    router = found.router
-    if shared is not None and joins_shared and not router.held and not mixture.scales_input:
+    router, latents = found.router, mixture.latents(owner)
+    narrow, widen = (_join(owner, (name,), packer) for name in latents) if latents else (None, None)
+    if shared is not None and joins_shared and not router.held and not mixture.scales_input and not latents:
         joined = beside_shared(matrices, shared, gate, found.activation, router.chosen)
         if joined is not None:
             matrices, router, shared = joined, replace(router, shared=joined.shared), None
@@ -363,6 +367,8 @@ def _mixture(
         interleaved=experts.interleaved,
         shared=shared,
         shared_gate=gate,
+        narrow=narrow,
+        widen=widen,
     )
 
 

@@ -41,7 +41,10 @@ class BesideParts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The small parts of one layer; see `FusedLayer`. The projections are in its modules."""
+    """The small parts of one layer; see `FusedLayer`. The projections are in its modules.
+
+    mixes, attends, feeds: whether it has a recurrent state in place of attention, attention, and a feed-forward block.
+    """
 
     rotary: int | None
     input_norm: Norm | None
@@ -61,6 +64,8 @@ class LayerParts:
     head_size: int = 0
     latent: LatentParts | None = None
     mixes: bool = False
+    attends: bool = True
+    feeds: bool = True
     factors: LayerFactors = NO_FACTORS
     normed_residual: NormedResidual | None = None
 
@@ -128,12 +133,12 @@ def _parts(module: Any, family: Family) -> DecoderParts:
     _check_linears(module, family)
     tables = _RotaryTables()
     layers = tuple(_layer(layer, index, decoder, family, tables) for index, layer in enumerate(decoder.layers))
-    if all(layer.mixes for layer in layers):
+    if not any(layer.attends for layer in layers):
         raise _NotDescribedError("none of its layers attends")
     return DecoderParts(
         family=family,
         layers=layers,
-        final_norm=_norm(decoder, family.final_norm, decoder.embed_tokens.weight[0]),
+        final_norm=_norm(decoder, family.final_norm, decoder.get_input_embeddings().weight[0]),
         rotary=tuple(tables.found),
         residual_scale=_residual_scale(decoder, family),
         input_norm=_input_norm(decoder, family.token_blocks),
@@ -204,12 +209,12 @@ class _RotaryTables:
 
 def _layer(layer: Any, index: int, decoder: Any, family: Family, tables: _RotaryTables) -> LayerParts:
     whole = _blocks(layer, decoder, family)
-    return whole if whole.mixes else _attending(whole, layer, index, decoder, family, tables)
+    return _attending(whole, layer, index, decoder, family, tables) if whole.attends else whole
 
 
 def _blocks(layer: Any, decoder: Any, family: Family) -> LayerParts:
     """Find the parts of a layer beside its attention."""
-    config, hidden = decoder.config, decoder.embed_tokens.weight[0]
+    config, hidden = decoder.config, decoder.get_input_embeddings().weight[0]
     input_norm, attended_norm, inner_norm, fed_norm = (
         _norm(layer, name, hidden) if name else None
         for name in (family.input_norm, family.attended_norm, family.inner_norm, family.fed_norm)
@@ -227,6 +232,8 @@ def _blocks(layer: Any, decoder: Any, family: Family) -> LayerParts:
         token_norm=_token_norm(layer, family.token_blocks, hidden),
         output_scale=float(getattr(layer, family.output_scale)) if family.output_scale else 1.0,
         mixes=family.mixer_of(layer) is not None and not family.mixes_beside,
+        attends=family.attends(layer),
+        feeds=family.feed_of(layer) is not None,
         factors=family.factors(layer),
         normed_residual=family.normed_residual(layer),
     )
@@ -242,7 +249,7 @@ def _attending(
     if head_size > HEAD_LIMIT or head_size % 2:
         raise _NotDescribedError(f"its head size is {head_size}")
     rotary = family.rotary(decoder, index) if family.rotates(attention) else None
-    hidden = decoder.embed_tokens.weight[0]
+    hidden = decoder.get_input_embeddings().weight[0]
     norms = None
     if getattr(attention, family.head_norms[0], None) is not None:
         head = hidden.new_ones(head_size)
@@ -317,13 +324,15 @@ def _token_norm(layer: Any, names: TokenBlocks | None, hidden: torch.Tensor) -> 
 def _input_norm(decoder: Any, names: TokenBlocks | None) -> Norm | None:
     if names is None or not hasattr(decoder, names.projection_norm):
         return None
-    return _norm(decoder, names.projection_norm, decoder.embed_tokens.weight[0])
+    return _norm(decoder, names.projection_norm, decoder.get_input_embeddings().weight[0])
 
 
 def _mixture(layer: Any, family: Family, config: Any) -> MixtureParts | None:
     feed = family.feed_of(layer)
     if family.mixture is None or not hasattr(feed, family.mixture.experts):
         return None  # a dense layer
+    if any(getattr(feed, name).bias is not None for name in family.mixture.latents(feed)):
+        raise _NotDescribedError("the projections around its experts have biases")  # each rank would add them
     found = mixture_of(feed, family.mixture, config, family.shared_of(layer, feed) is not None)
     if found is None:
         raise _NotDescribedError("its experts compute in another way")

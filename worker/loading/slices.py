@@ -41,7 +41,6 @@ _GRANITE_NAMES = (
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _BESIDE_MIXERS = {
     "FalconH1ForCausalLM": (("self_attn", _ATTENTION), ("feed_forward", ("gate_proj", "up_proj", "down_proj"))),
-    "NemotronHForCausalLM": (("mixer", _ATTENTION), ("mixer", ("up_proj", "down_proj"))),
 }
 # Modules that every rank has whole, and computes unchanged.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj")

@@ -43,7 +43,8 @@ pytestmark = [
     NEEDS_CACHE,
 ]
 CHUNKS = dict.fromkeys(("falcon_mamba", "jamba", "mamba", "recurrent_gemma"), 1)
-CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2", "nemotron_h"), 16)  # 64 in the others
+CHUNKS |= dict.fromkeys(("bamba", "falcon_h1", "granite", "mamba2"), 16)  # 64 in the others
+CHUNKS |= dict.fromkeys([name for name in HYBRIDS if name.startswith("nemotron_h")], 16)
 DESCRIBED = (
     "bamba",
     "falcon_h1",
@@ -53,11 +54,17 @@ DESCRIBED = (
     "lfm2",
     "lfm2_moe",
     "minimax",
+    "nemotron_h",
+    "nemotron_h with experts",
+    "nemotron_h with latent experts",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
     "recurrent_gemma",
 )
+NEMOTRON = "nemotron_h.NemotronHForCausalLM"
+NEMOTRON_EXPERTS = families.FAMILIES[NEMOTRON].mixture
+assert NEMOTRON_EXPERTS is not None
 FEW = covering(list(HYBRIDS), HYBRID)
 LONGEST_CHUNK, SHORTEST_UNIT = 64, 16  # 16: two blocks, and longer than a window
 # With kernels for generated tokens.
@@ -74,6 +81,8 @@ STEPPING = (
     "mamba2",
     "minimax",
     "nemotron_h",
+    "nemotron_h with experts",
+    "nemotron_h with latent experts",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_next",
@@ -278,10 +287,26 @@ def test_a_wrong_description_of_a_step_is_refused(
     assert tiny(model_type, block_size=16, **fields).fused is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "silu"},
+        {"mixture": replace(NEMOTRON_EXPERTS, shared="")},
+    ],
+    ids=["activation", "shared experts"],
+)
+def test_a_wrong_description_of_single_blocks_is_found_at_load(
+    change: dict[str, Any], tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(families.FAMILIES, NEMOTRON, replace(families.FAMILIES[NEMOTRON], **change))
+    model_type, fields = HYBRIDS["nemotron_h with latent experts"]
+    assert tiny(model_type, block_size=16, **fields).fused is None
+
+
 def test_a_decoder_that_is_not_described_steps_as_described_or_row_by_row(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_type, fields = HYBRIDS["nemotron_h"]
+    model_type, fields = HYBRIDS["mamba2"]
     assert len(tiny(model_type, block_size=16, **fields).context.steps) == 2
     with monkeypatch.context() as patched:
         describe = mixer_steps._mamba_2
@@ -290,7 +315,7 @@ def test_a_decoder_that_is_not_described_steps_as_described_or_row_by_row(
             step: Any = describe(mixer)
             return replace(step, space=replace(step.space, skips=torch.zeros_like(step.space.skips)))
 
-        patched.setitem(mixer_steps.STEPS, "nemotron_h.NemotronHMamba2Mixer", without_skips)
+        patched.setitem(mixer_steps.STEPS, "mamba2.Mamba2Mixer", without_skips)
         assert tiny(model_type, block_size=16, **fields).context.steps == {}
     monkeypatch.setattr(CpuOperations, "advance_state_space", lambda _self, inputs, *_: inputs.gate.clone())
     with pytest.raises(KernelError, match="the state space kernel is wrong"):

@@ -141,7 +141,7 @@ def test_generated_tokens_from_graphs_have_the_same_bits(name: str, tiny: Callab
 
 
 def test_a_mixer_that_runs_row_by_row_has_no_graphs(tiny: Callable[..., LoadedModel]) -> None:
-    model_type, fields = HYBRIDS["nemotron_h"]
+    model_type, fields = HYBRIDS["olmo_hybrid"]
     bench = Bench(tiny(model_type, block_size=BLOCK_SIZE, **fields), graph_rows_max=4)
     assert bench.runner.graphs is None
 
