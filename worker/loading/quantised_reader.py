@@ -33,7 +33,11 @@ from .report import EXPERT
 from .slices import TensorSlice, stored_names
 
 # Experts stored one by one, and the parameter that joins them.
-JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+JOINED = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),  # of experts without a gate
+    "down_proj": (("down_proj",), ("w2",)),
+}
 COLUMNS = {"int8": 32, "fp8": 32, "int4": 64, "mxfp4": 64, "nvfp4": 64, "nf4": 64}  # that columns must be a multiple of
 WEIGHT = ".weight"
 log = logging.getLogger("worker")
@@ -125,7 +129,9 @@ class QuantisedReader:
     def finish(self, module: Any) -> None:
         """Give the experts' codes to their modules, once everything is read."""
         for path, found in self._experts.items():
-            hold_experts(module.get_submodule(path), found["gate_up_proj"], found["down_proj"], self._dtype)
+            part = module.get_submodule(path)
+            up = found["gate_up_proj" if part.has_gate else "up_proj"]
+            hold_experts(part, up, found["down_proj"], self._dtype)
         self._experts.clear()
 
     # -------------------------------------------------------------------------------------------------------- inside
