@@ -115,7 +115,8 @@ def copy_groups(
 def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return the pages of the rows in `items` (see `prefill_plan.plan_prefill`): [copies, FIELDS] int32."""
     tiles = named(items, PREFILL_TILE)
-    _, first = np.unique(tiles["row"], return_index=True)
+    rows: npt.NDArray[np.int32] = tiles["row"]  # without the type mypy takes three seconds for the next line
+    _, first = np.unique(rows, return_index=True)
     of_rows = tiles[first]
     lengths = of_rows["row_length"]
     pages = -(-lengths // PAGE)
