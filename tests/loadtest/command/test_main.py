@@ -131,7 +131,7 @@ def test_a_sweep_has_a_folder_for_each_run_and_stands_beside_an_earlier_result(
 
 def test_ctrl_c_reports_what_was_measured(cluster: Cluster, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvforge", "--runtime-dir", str(cluster.runtime), "loadtest", "--no-proof"]
-    options = ["--out", str(tmp_path), "--rate", "10", "--requests", "100000", "--input", "4", "--output", "2"]
+    options = ["--out", str(tmp_path), "--rate", "10", "--requests", "2000", "--input", "4", "--output", "2"]
     with cluster.client() as kv:
         before = kv.stats().requests.finished_total
         with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
