@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .interface import LayerOperations
 from .packed import is_packed
 from .partition import apply_aligned
+from .quantised import QuantisedWeight
 
 _Function = Callable[..., Any]
 
@@ -79,7 +80,11 @@ def product(
 ) -> torch.Tensor:
     """Compute x weight^T + bias [..., n]. x: [..., k]. weight: [n, k]. bias: [n]."""
     if x.dtype != weight.dtype:
-        return functional.linear(x, (weight.to_dense() if is_packed(weight) else weight).to(x.dtype), bias)
+        if isinstance(weight, QuantisedWeight):
+            numbers = weight.widened()
+        else:
+            numbers = weight.to_dense() if is_packed(weight) else weight
+        return functional.linear(x, numbers.to(x.dtype), bias)
     shape = (*x.shape[:-1], weight.shape[0])
     if not x.numel():  # the head in a step that samples nothing
         return x.new_empty(shape)

@@ -104,8 +104,9 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     values = format_of_folder(source.folder, config) if source.format == "safetensors" else None
     if values is None or values["quant_method"] not in PARSERS:
         return None
-    keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
     family = None if is_composite(config) else family_of_class(model_class(config))
+    packs_codes = packs_codes and not (family is not None and family.mixers)  # such models are not packed
+    keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
     is_described = family is not None
     # transformers reads whole blocks and whole checkpoints only
     reads_all = source.part is None and (family is None or family.latent is None)

@@ -27,6 +27,7 @@ from kvforge.worker.kernels.stored import (
 )
 
 from .coded_parts import CodedLinear, hold_experts
+from .mixers import mixers_of
 from .published import PublishedFormat, check_tensors
 from .published.mxfp4 import GROUP, Mxfp4, codes_of_experts
 from .report import EXPERT
@@ -77,6 +78,7 @@ class QuantisedReader:
         for match in filter(None, map(EXPERT.match, stored)):
             self._numbers.setdefault(match["experts"], set()).add(int(match["number"]))
         self.used: set[str] = set()
+        self._mixers: tuple[str, ...] | None = None  # beginnings of the names of their parts
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check the types and shapes of every quantised tensor before any is read. shapes: of whole parameters.
@@ -245,7 +247,10 @@ class QuantisedReader:
         parent, _, last = path.rpartition(".")
         owner, codes = module.get_submodule(parent), codes.to(self._device.torch_device)
         part = getattr(owner, last)
-        if self._keeps:
+        if self._mixers is None:
+            mixers = {id(each) for each in mixers_of(module)}
+            self._mixers = tuple(f"{name}." for name, each in module.named_modules() if id(each) in mixers)
+        if self._keeps and not path.startswith(self._mixers):  # recurrent layers multiply numbers
             made = CodedLinear(StoredWeight(codes, self._dtype), slice(None), None)
             made._parameters["bias"] = part._parameters.get("bias")
             setattr(owner, last, made)

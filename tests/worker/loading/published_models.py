@@ -33,7 +33,7 @@ FIELDS = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-QUANTISED = ("_proj.weight", "_with_mqa.weight", "experts.gate_up_proj", "experts.down_proj")
+QUANTISED = ("_proj.weight", "_with_mqa.weight", "in_proj_qkvz.weight", "experts.gate_up_proj", "experts.down_proj")
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
 
 
@@ -385,3 +385,15 @@ CASES = (
     Case("nf4-nested", BITSANDBYTES | {"bnb_4bit_use_double_quant": True}, nf4(nested=True), "nf4"),
     Case("experts-nf4", BITSANDBYTES, nf4(nested=False), "nf4", "qwen3_moe", MOE),
 )
+# Qwen3-Next as it is published in fp8, also in its recurrent layers.
+RECURRENT = {
+    **MOE,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+OF_STATES = Case("states-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3_next", RECURRENT)

@@ -35,8 +35,9 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.published import parse_format
 from kvforge.worker.loading.quantised_reader import Published
 from kvforge.worker.loading.source import find_source
+from kvforge.worker.loading.verification import use_attention
 from kvforge.worker.loading.weight_bytes import weight_bytes
-from tests.worker.loading.published_models import CASES, Case, Weights, write_checkpoint
+from tests.worker.loading.published_models import CASES, OF_STATES, Case, Weights, write_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_loads")]
 DEVICE = open_device("auto")
@@ -85,8 +86,6 @@ def test_a_format_is_its_numbers(case: Case, tmp_path: Path) -> None:
     plain = write_checkpoint(case, tmp_path)
     model = load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
     if model.fused is not None:
-        from kvforge.worker.loading.verification import use_attention
-
         use_attention(model.module, "eager")
     assert apart(model.module, plain) < 1e-4
     assert model.info.weight_dtype == "float32"
@@ -96,8 +95,6 @@ def test_a_format_is_its_numbers(case: Case, tmp_path: Path) -> None:
 @each_case
 def test_a_format_stays_as_it_is_stored(case: Case, tmp_path: Path, kept: None) -> None:
     """`load_model` compares the kernels' logits with those of transformers' layers over the numbers of the codes."""
-    from kvforge.worker.loading.verification import use_attention
-
     plain = write_checkpoint(case, tmp_path)
     model = load_model(tmp_path, dtype="float16", device=DEVICE, block_size=4, attention="reference")
     assert model.fused is not None
@@ -112,6 +109,31 @@ def test_a_format_stays_as_it_is_stored(case: Case, tmp_path: Path, kept: None) 
         no_kernels = replace(DEVICE, kernels=False)
         other = load_model(tmp_path / "plain", dtype="float16", device=no_kernels, block_size=4, attention="reference")
         assert other.info.fingerprint != model.info.fingerprint
+
+
+@runs_kernels
+def test_recurrent_layers_of_a_quantised_model_multiply_numbers(tmp_path: Path, kept: None) -> None:
+    """The other layers, and the experts, keep their codes. Qwen3-Next in fp8 was refused on a GPU."""
+    plain = write_checkpoint(OF_STATES, tmp_path)
+    model = load_model(tmp_path, dtype="float16", device=DEVICE, block_size=16, attention="reference")
+    assert model.fused is not None and model.info.weight_dtype == "fp8"
+    coded = {name for name, part in model.module.named_modules() if isinstance(part, CodedLinear)}
+    assert "model.layers.1.self_attn.q_proj" in coded
+    assert not [name for name in coded if ".linear_attn." in name]
+    projection = model.module.model.layers[0].linear_attn.in_proj_qkvz.weight
+    assert torch.equal(projection.cpu(), plain.model.layers[0].linear_attn.in_proj_qkvz.weight.half())
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 2e-2
+
+
+def test_a_quantised_model_with_recurrent_layers_is_dequantised_on_a_cpu(tmp_path: Path) -> None:
+    """It is not packed, and a CPU would widen codes in each step."""
+    plain = write_checkpoint(OF_STATES, tmp_path)
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=16, weight_dtype="auto")
+    assert model.fused is not None and model.info.weight_dtype == "float32"
+    assert not any(isinstance(part, CodedLinear) for part in model.module.modules())
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 1e-4
 
 
 PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(CPU, torch.float32, "int4")
@@ -134,8 +156,6 @@ PROBLEM = quantising_problem(CPU, torch.float32, "int8") or quantising_problem(C
 )
 def test_a_cpu_packs_the_codes(name: str, kinds: dict[str, int], tmp_path: Path, caplog: Any) -> None:
     """4 bits keep the levels of the file; what the CPU's kernels do not take is quantised anew."""
-    from kvforge.worker.loading.verification import use_attention
-
     case = BY_NAME[name]
     plain = write_checkpoint(case, tmp_path)
     caplog.set_level("INFO")
@@ -150,8 +170,6 @@ def test_a_cpu_packs_the_codes(name: str, kinds: dict[str, int], tmp_path: Path,
 
 def test_modelopts_own_file_describes_the_weights(tmp_path: Path) -> None:
     """Folders of before 2025 have it in place of a quantization_config."""
-    from kvforge.worker.loading.verification import use_attention
-
     plain = write_checkpoint(BY_NAME["nvfp4-modelopt"], tmp_path)
     file, own = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
     values = json.loads(file.read_text())
