@@ -61,6 +61,17 @@ def test_a_child_that_comes_too_late_is_killed_and_not_taken_for_the_next(monkey
             server.close()
 
 
+def test_a_child_that_ends_before_its_birth_was_read_is_returned() -> None:
+    process = Late()
+    server = ForkServer(process)
+    try:
+        os.write(process.answering, b"[17, null]\n[17, 5]\n")
+        child = server.start([], Path(os.devnull), {})
+        assert (child.pid, child.wait(0)) == (17, 5)
+    finally:
+        server.close()
+
+
 def test_a_shared_process_forks_a_fork_server_for_each_that_connects(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "shared"))

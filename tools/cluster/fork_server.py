@@ -123,7 +123,7 @@ class ForkServer:
             bufsize=0,
         )
         self._answers = b""
-        self._born: list[int] = []
+        self._born: list[Child] = []
         self._abandoned = 0  # children that come after their deadline
         self._children: dict[int, Child] = {}
 
@@ -161,7 +161,7 @@ class ForkServer:
                 self._abandoned += 1
                 raise AssertionError(f"no process within {FORK_S} s")
             self.listen(deadline - monotonic())
-        return self._children[self._born.pop()]
+        return self._born.pop()
 
     def start_piped(
         self, arguments: list[str], log: Path, environment: dict[str, str], module: str
@@ -189,13 +189,13 @@ class ForkServer:
         for line in lines:
             pid, status = json.loads(line)
             if status is None:
-                self._children[pid] = Child(self, pid)
+                self._children[pid] = child = Child(self, pid)
                 if self._abandoned:
                     self._abandoned -= 1
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 else:
-                    self._born.append(pid)
+                    self._born.append(child)  # its end may be among these lines
             else:
                 self._children.pop(pid).returncode = status
 
