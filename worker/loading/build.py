@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -15,8 +16,9 @@ from kvforge.worker.device.ranks import Ranks
 
 from .code_packer import codes_problem
 from .composite import config_for, is_composite, is_removed, model_class, text_part
+from .description import Family
 from .early_checks import EarlyChecks
-from .families import family_of_class
+from .families import family_of, family_of_class
 from .formats import check_scales, complete_dtype, dequantise, forget_format, format_of_folder
 from .gguf import noted_names
 from .gguf_config import check_rotation
@@ -104,7 +106,7 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     values = format_of_folder(source.folder, config) if source.format == "safetensors" else None
     if values is None or values["quant_method"] not in PARSERS:
         return None
-    family = None if is_composite(config) else family_of_class(model_class(config))
+    family = _family_of_text(config, source.name) if is_composite(config) else family_of_class(model_class(config))
     packs_codes = packs_codes and not (family is not None and family.mixers)  # such models are not packed
     keeps = packs_codes or (device.runs_kernels and not codes_problem(device, dtype))
     is_described = family is not None
@@ -119,6 +121,15 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
     forget_format(config)
     log.info("%s: %s, %s", source.name, found.label, "kept as stored" if keeps else f"dequantised to {dtype}")
     return Published(found, keeps)
+
+
+def _family_of_text(config: Any, model: str) -> Family | None:
+    """Return the declaration of the text part of a composite model; None if there is none."""
+    cls, plain = model_class(config), copy.deepcopy(config)
+    forget_format(plain)
+    with torch.device("meta"):
+        whole = cls._from_config(config_for(cls, plain), attn_implementation="eager")
+    return family_of(text_part(whole, model))
 
 
 def _name(source: Source, config: Any) -> str:

@@ -31,6 +31,7 @@ SPLIT = ("rowwise_split_input", "rowwise_rep")  # the same if every rank has the
 VOCABULARY = "embedding_rowwise"  # rows of a table; missing rows are zero, and the results are summed
 PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # the same for two weights in one
 EXPERTS = "moe_tp_experts"  # each rank has a slice of all experts; the results are summed
+TEXT_PART = "model.language_model."  # the beginning of its names
 # Names in files of Granite's experts.
 _GRANITE_NAMES = (
     ("experts.gate_up_proj", "input_linear.weight"),
@@ -348,6 +349,12 @@ def stored_names(name: str) -> Iterator[str]:
     for last, stored in _GRANITE_NAMES:
         if name.endswith(f".block_sparse_moe.{last}"):
             yield name.removesuffix(last) + stored
+    if name.startswith(TEXT_PART):  # of a composite model, in files of 2024
+        rest = name.removeprefix(TEXT_PART)
+        yield f"language_model.model.{rest}"
+        yield f"model.{rest}"
+    if name.startswith("lm_head."):
+        yield f"language_model.{name}"
     if name.startswith("model."):
         yield f"backbone.{name.removeprefix('model.')}"  # Nemotron-H
     yield name.partition(".")[2]  # a base model that was stored alone

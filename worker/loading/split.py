@@ -23,7 +23,7 @@ from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
 
-from .composite import is_composite
+from .composite import config_for, is_composite, model_class
 from .expert_check import StoredExperts, check_experts_of_ranks
 from .mixer_slices import fit_mixer, join_norm
 from .progress import Progress
@@ -75,13 +75,17 @@ def build_split(
         raise UnsupportedModel(source.name, problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(source.name, "its weights are packed by a quantization_config, and cannot be split")
-    if is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if ranks is not None and is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         problem = "it is a model of more than text, and its text part is served by one rank alone"
         raise UnsupportedModel(source.name, f"{problem}: leave out tensor_parallel and ranks")
     with init_empty_weights(include_buffers=False):
-        module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+        if ranks is None and is_composite(config):
+            cls = model_class(config)
+            module = cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
+        else:
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            )
     mine = Slices(0, 1, {}, {}, {}, frozenset())
     if ranks is not None:
         mine = slices_of(module, ranks.rank, ranks.count, expert_parallel)

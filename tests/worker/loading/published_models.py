@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 Weights = dict[str, torch.Tensor]
 TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -76,8 +76,13 @@ def write_checkpoint(case: Case, folder: Path) -> Any:
 
 def _make_checkpoint(case: Case, folder: Path) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case.model_type, **{**FIELDS, **case.fields})
-    made = AutoModelForCausalLM.from_config(config).float().eval()
+    made_by = AutoModelForCausalLM
+    if "vision_config" in case.fields:
+        made_by, rest = AutoModelForImageTextToText, dict(case.fields)
+        config = AutoConfig.for_model(case.model_type, text_config={**FIELDS, **rest.pop("text")}, **rest)
+    else:
+        config = AutoConfig.for_model(case.model_type, **{**FIELDS, **case.fields})
+    made = made_by.from_config(config).float().eval()
     with torch.no_grad():
         for each in made.parameters():
             if each.dim() > 1:
@@ -88,7 +93,7 @@ def _make_checkpoint(case: Case, folder: Path) -> Any:
     plain: Weights = {}
     for name, weight in load_file(file).items():
         plain[name] = weight
-        if not name.endswith(QUANTISED):
+        if not name.endswith(QUANTISED) or "vision" in name or "visual" in name:
             packed[name] = weight
             continue
         tensors, plain[name] = case.pack(name, weight)
@@ -101,7 +106,7 @@ def _make_checkpoint(case: Case, folder: Path) -> Any:
     other.mkdir()
     made.config.save_pretrained(other)
     save_file({name: each.contiguous() for name, each in plain.items()}, other / "model.safetensors", {"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval()
+    return made_by.from_pretrained(other, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -397,3 +402,41 @@ RECURRENT = {
     "linear_value_head_dim": 32,
 }
 OF_STATES = Case("states-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3_next", RECURRENT)
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+}
+_MISTRAL = {
+    "text": {"model_type": "mistral", "sliding_window": None},
+    "vision_config": _PIXTRAL,
+    "image_token_index": 96,
+}
+_QWEN35 = {
+    "text": {**RECURRENT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "vision_config": _QWEN_VISION,
+    "image_token_id": 96,
+    "video_token_id": 95,
+    "vision_start_token_id": 94,
+    "vision_end_token_id": 93,
+}
+# The text parts of models with images: Mistral Small 3.2 has the older names in its files.
+OF_TEXT = (
+    Case("text-awq", AWQ, awq, "int4", "mistral3", _MISTRAL),
+    Case("text-fp8", BLOCKS, fp8_blocks, "fp8", "mistral3", _MISTRAL),
+    Case("text-states-fp8", BLOCKS, fp8_blocks, "fp8", "qwen3_5_moe", _QWEN35),
+)

@@ -37,7 +37,7 @@ from kvforge.worker.loading.quantised_reader import Published
 from kvforge.worker.loading.source import find_source
 from kvforge.worker.loading.verification import use_attention
 from kvforge.worker.loading.weight_bytes import weight_bytes
-from tests.worker.loading.published_models import CASES, OF_STATES, Case, Weights, write_checkpoint
+from tests.worker.loading.published_models import CASES, OF_STATES, OF_TEXT, Case, Weights, write_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("quick_loads")]
 DEVICE = open_device("auto")
@@ -122,6 +122,30 @@ def test_recurrent_layers_of_a_quantised_model_multiply_numbers(tmp_path: Path, 
     assert not [name for name in coded if ".linear_attn." in name]
     projection = model.module.model.layers[0].linear_attn.in_proj_qkvz.weight
     assert torch.equal(projection.cpu(), plain.model.layers[0].linear_attn.in_proj_qkvz.weight.half())
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 2e-2
+
+
+each_text = pytest.mark.parametrize("case", OF_TEXT, ids=[case.name for case in OF_TEXT])
+
+
+@each_text
+def test_the_text_part_of_a_quantised_model_with_images(case: Case, tmp_path: Path) -> None:
+    """Formats but fp8 were refused, since the class of the whole model has no described layers."""
+    plain = write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=16)
+    assert model.fused is not None and model.info.weight_dtype == "float32"
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 1e-4
+
+
+@runs_kernels
+@each_text
+def test_the_text_part_of_a_model_with_images_keeps_its_codes(case: Case, tmp_path: Path, kept: None) -> None:
+    """It was expanded to 16 bits on a GPU in fp8."""
+    plain = write_checkpoint(case, tmp_path)
+    model = load_model(tmp_path, dtype="float16", device=DEVICE, block_size=16, attention="reference")
+    assert model.fused is not None and model.info.weight_dtype == case.kind
     use_attention(model.module, "eager")
     assert apart(model.module, plain) < 2e-2
 
