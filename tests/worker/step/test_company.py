@@ -35,8 +35,8 @@ ON_CPU = [
     ("llama", "float32", "fp8", "auto"),
     ("llama", "bfloat16", "auto", "auto"),
     pytest.param(("llama", "float16", "auto", "auto"), marks=pytest.mark.soak),  # as GPT-2's below
-    ("llama", "float32", "auto", "int8"),
-    ("qwen3", "float32", "float16", "auto"),
+    pytest.param(("llama", "float32", "auto", "int8"), marks=pytest.mark.soak),  # as Granite's below
+    pytest.param(("qwen3", "float32", "float16", "auto"), marks=pytest.mark.soak),  # as Qwen2 MoE's below
     ("qwen2", "float32", "auto", "auto"),
     ("mistral", "float32", "auto", "auto"),
 ]
