@@ -17,8 +17,8 @@ from tools.cluster.cluster import Cluster
 pytestmark = pytest.mark.model
 
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
-# All in `make test-all`. In `make test` tests/worker/step/test_conformance.py has all prompts, and this file and the
-# gateway's the shorter ones; all of them have the first steps.
+# All in `make test-all`. In `make test` tests/worker/step/test_conformance.py has a long prompt too, and this file
+# and the gateway's the shorter ones; all of them have the first steps.
 ALL_CASES: list[dict[str, Any]] = SAMPLE["cases"]
 LONGEST = len(max(ALL_CASES, key=lambda case: len(case["prompt_tokens"]))["prompt_tokens"])
 CASES = [case for case in ALL_CASES if len(case["prompt_tokens"]) <= examples(LONGEST)]
