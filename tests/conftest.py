@@ -24,6 +24,7 @@ from kvforge.models import store
 from kvforge.process.collector import keep_all
 from tests import amount, fresh, tiers
 from tools.cluster.cluster import Cluster
+from tools.cluster.fork_server import SharedForkServers
 
 ROOT = Path(__file__).parents[1]
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
@@ -43,6 +44,7 @@ STATM = Path("/proc/self/statm")
 HANG_S, WATCH_EVERY_S = 300, 60  # a test that hangs for both shows where it is
 _terminal, _watch_began = [2], [-math.inf]  # pytest points descriptor 2 elsewhere while a test runs
 _collected_at = [0]
+_shared: list[SharedForkServers] = []
 # Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
 gc.disable()
 atexit.register(keep_all)
@@ -57,6 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
     amount.choose(config)
     assert sys.__stderr__ is not None
     _terminal[:] = [os.dup(sys.__stderr__.fileno())]
+    whole = not (config.getoption("file_or_dir") or config.getoption("keyword") or config.getoption("collectonly"))
+    if whole and sys.platform == "linux" and config.getoption("numprocesses", None):  # the controller of xdist
+        _shared.append(SharedForkServers())
 
 
 def pytest_report_header() -> str:
@@ -126,8 +131,10 @@ def _resident_bytes() -> int:
 
 
 def pytest_unconfigure() -> None:
-    """End the watch, and remove the temporary folders."""
+    """End the watch and the fork servers, and remove the temporary folders."""
     faulthandler.cancel_dump_traceback_later()
+    while _shared:
+        _shared.pop().close()
     for folder in _made:
         os.environ.pop(INDUCTOR, None)
         shutil.rmtree(folder, ignore_errors=True)

@@ -42,12 +42,11 @@ def _children(pid: str) -> list[str]:
 
 
 class CpuSeconds:
-    """Measures the tests of its process, and gathers those of xdist's workers and of forks (`tests/forked_run.py`)."""
+    """Measures the tests of its process, and gathers those of xdist's workers."""
 
     def __init__(self) -> None:
         self._tests: dict[str, float] = {}
         self._collection = 0.0
-        self._collected_by = os.getpid()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self) -> None:
@@ -67,8 +66,7 @@ class CpuSeconds:
         """Hand the numbers to xdist's controller, or write the file."""
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            has_collected = self._collected_by == os.getpid()
-            output[TESTS], output[COLLECTION] = self._tests, self._collection if has_collected else 0.0
+            output[TESTS], output[COLLECTION] = self._tests, self._collection
         elif name := os.environ.get(FILE):
             found = {"tests": {test: round(seconds, 2) for test, seconds in sorted(self._tests.items())}}
             Path(name).write_text(json.dumps({**found, "collection": round(self._collection, 1)}, indent=1) + "\n")

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from tokenizers import pre_tokenizers
 
 from kvforge.client.prompt_stream import PromptStream
 from kvforge.gateway.chat.prompts import Prompts
@@ -22,8 +21,7 @@ from kvforge.gateway.text.inline import NoTexts
 from kvforge.protocol.errors import InternalError
 from tests.gateway.scripted import Script, application, ask, tokenizer
 
-# Without the tokenizer, which starts threads: the process that collects is forked (tests/forked_run.py).
-ONCE = [sorted(pre_tokenizers.ByteLevel.alphabet()).index(character) for character in "Once"]
+ONCE = tokenizer().encode("Once", special=False)
 LOGPROBS = [None, *(-token / 100 for token in ONCE[1:])]
 
 
