@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 HUGE_BYTES = 2 << 20  # a huge page on x86-64, and on ARM with pages of 4 KiB
 STRIDE_BYTES = 64 << 20  # bytes of one request
-AGAIN_MAX = 4  # requests for a stride of which a page is held
+AGAIN_MAX = 4  # requests for a stride with a held page
 REFUSALS_MAX = 8  # the kernel may search all memory before it refuses
 TMPFS, HUGETLBFS = "tmpfs", "hugetlbfs"
 _FILE_SYSTEMS = {0x01021994: TMPFS, 0x958458F6: HUGETLBFS}
