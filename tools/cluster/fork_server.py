@@ -228,7 +228,7 @@ class Connected:
 
 
 class SharedForkServers:
-    """Two processes that import for all test processes that this one forks or starts, until `close`."""
+    """Two processes that import for all test processes that this one starts, until `close`."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="kvf-", dir="/tmp")
@@ -457,10 +457,10 @@ def _customise(path: str, command: list[str]) -> None:
         runpy.run_path(str(file))
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent ends, as `kvforge.process.leash` does."""
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, as `kvforge.process.leash` does."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -6,9 +6,11 @@ close to zero.
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,18 +23,6 @@ WORDS = {
 # Sentences that begin with one of these words, in percent.
 OPENERS, OPENERS_PERCENT_MAX = re.compile(r"(what|who|whoever|those|so|of)\b", re.IGNORECASE), 2.0
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n")
-# Comments and strings. An f-string does not nest its own quotes: no source of Python 3.11 can. `tokenize` takes five
-# times as long for all files. Names are skipped as a whole.
-LEXEMES = re.compile(
-    r"""
-    \w* (?P<string> \"{3} (?: [^\\] | \\. )*? \"{3} | '{3} (?: [^\\] | \\. )*? '{3}
-                   | \"  (?: [^"\\\n] | \\. )* \" | '  (?: [^'\\\n] | \\. )* ' )
-    | (?P<comment> \# [^\n]* )
-    | \w+
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-BETWEEN = re.compile(r"(?:[ \t]|\\\n)*")  # adjacent strings
 STRING_MARKS = re.compile(r"^[a-zA-Z]*(\"\"\"|'''|\"|')|(\"\"\"|'''|\"|')$")
 
 
@@ -59,17 +49,33 @@ def prose_of(path: Path) -> str:
         text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
         return re.sub(r"^ {4}.*$|`[^`]*`", " ", text, flags=re.MULTILINE)
     parts: list[str] = []
-    end = -1  # of the string before
-    for lexeme in LEXEMES.finditer(text):
-        if lexeme["comment"]:
-            parts.append(lexeme[0].lstrip("# "))
-        elif lexeme["string"]:
-            if " " in lexeme["string"].strip("\"'"):
-                # Adjacent strings are one sentence, others are sentences of their own.
-                adjacent = end >= 0 and BETWEEN.fullmatch(text, end, lexeme.start())
-                parts.append(STRING_MARKS.sub("", lexeme[0]) + (" " if adjacent else ".\n"))
-            end = lexeme.end()
+    before = tokenize.ENCODING
+    for kind, string in _tokens(text):
+        if kind == tokenize.COMMENT:
+            parts.append(string.lstrip("# "))
+        elif kind == tokenize.STRING and " " in string.strip("\"'"):
+            # Adjacent strings are one sentence, others are sentences of their own.
+            parts.append(STRING_MARKS.sub("", string) + (" " if before == tokenize.STRING else ".\n"))
+        before = kind
     return re.sub(r"`[^`]*`", " ", "\n".join(parts))
+
+
+def _tokens(text: str) -> Iterator[tuple[int, str]]:
+    """Return the types and texts of tokens, each f-string as one string: from Python 3.12 on it is several tokens."""
+    lines, depth, start = text.splitlines(keepends=True), 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":
+            start = token.start if not depth else start
+            depth += 1
+        elif name == "FSTRING_END":
+            depth -= 1
+            if not depth:
+                (first, column), (last, end) = start, token.end
+                rows = [*lines[first - 1 : last - 1], lines[last - 1][:end]]
+                yield tokenize.STRING, "".join(rows)[column:]
+        elif not depth:
+            yield token.type, token.string
 
 
 def count(text: str) -> Counter[str]:
