@@ -124,12 +124,19 @@ def _published(source: Source, config: Any, dtype: torch.dtype, device: Device, 
 
 
 def _family_of_text(config: Any, model: str) -> Family | None:
-    """Return the declaration of the text part of a composite model; None if there is none."""
+    """Return the declaration of the text part of a composite model; None if there is none.
+
+    None also where transformers cannot build it without weights: what it dequantises itself is served then.
+    """
     cls, plain = model_class(config), copy.deepcopy(config)
     forget_format(plain)
-    with torch.device("meta"):
-        whole = cls._from_config(config_for(cls, plain), attn_implementation="eager")
-    return family_of(text_part(whole, model))
+    try:
+        with torch.device("meta"):
+            whole = cls._from_config(config_for(cls, plain), attn_implementation="eager")
+        return family_of(text_part(whole, model))
+    except Exception as error:  # noqa: BLE001 - foreign code without weights; the load reports the fault
+        log.info("%s: its text part is not known: %s: %s", model, type(error).__name__, sentence(error))
+        return None
 
 
 def _name(source: Source, config: Any) -> str:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from .random_models import PIXTRAL
+
 Weights = dict[str, torch.Tensor]
 TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 NF4 = torch.tensor(  # of bitsandbytes/functional.py
@@ -402,16 +404,6 @@ RECURRENT = {
     "linear_value_head_dim": 32,
 }
 OF_STATES = Case("states-blocks", BLOCKS, fp8_blocks, "fp8", "qwen3_next", RECURRENT)
-_PIXTRAL = {
-    "model_type": "pixtral",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    "head_dim": 16,
-}
 _QWEN_VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -423,7 +415,7 @@ _QWEN_VISION = {
 }
 _MISTRAL = {
     "text": {"model_type": "mistral", "sliding_window": None},
-    "vision_config": _PIXTRAL,
+    "vision_config": PIXTRAL,
     "image_token_index": 96,
 }
 _QWEN35 = {

@@ -299,6 +299,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("recurrent_gemma", {**FOUR, "num_key_value_heads": 1, "attention_window_size": 24}),
 }
 
+PIXTRAL = {  # the vision part of Mistral Small 3.2
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 SHARED = {"shared_intermediate_size": 80}

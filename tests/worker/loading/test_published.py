@@ -5,6 +5,7 @@ On a CPU the numbers are dequantised at load; on a GPU, or with Triton's interpr
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -154,6 +155,24 @@ def test_the_text_part_of_a_model_with_images_keeps_its_codes(case: Case, tmp_pa
     assert model.fused is not None and model.info.weight_dtype == case.kind
     use_attention(model.module, "eager")
     assert apart(model.module, plain) < 2e-2
+
+
+def test_a_text_part_that_is_not_built_without_weights_is_dequantised_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    build_module = importlib.import_module("kvforge.worker.loading.build")  # the package has the function by that name
+    plain = write_checkpoint(OF_TEXT[1], tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(build_module, "config_for", fail)
+        config = read_config(find_source(tmp_path, "auto"))
+        assert build_module._family_of_text(config, "model") is None
+    monkeypatch.setattr(build_module, "_family_of_text", lambda *_: None)
+    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=16)
+    use_attention(model.module, "eager")
+    assert apart(model.module, plain) < 1e-4
 
 
 def test_a_quantised_model_with_recurrent_layers_is_dequantised_on_a_cpu(tmp_path: Path) -> None:
