@@ -232,7 +232,7 @@ class TextDecoder:
 
     base_model_prefix = "model"
     _tied_weights_keys = None
-    _tp_plan = None
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012 - as transformers declares it
     _pp_plan = None
 
     def __init__(self, config: Any) -> None:

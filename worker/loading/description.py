@@ -261,6 +261,11 @@ class Family:
     logit_softcap: str = ""
     final_norm: str = "norm"
 
+    @property
+    def joins_gate(self) -> bool:
+        """Whether the gate of a feed-forward block is in one projection with what it gates."""
+        return len(self.gate_up) < 1 + self.is_gated
+
     def mixer_of(self, layer: Any) -> Any:
         """Return a layer's module with a recurrent state; None: it attends.
 

@@ -91,14 +91,8 @@ class DecoderParts:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether ranks share layers by heads and inner columns: no projection or norm covers those of several ranks.
-
-        transformers cuts a joined projection elsewhere, and gathers its output. That of shared experts is cut by
-        `slices`, gate and up alike.
-        """
-        family = self.family
-        is_joined = len(family.gate_up) < 1 + family.is_gated and family.mixture is None
-        return len(family.projected) == 3 and not is_joined and all(layer.can_be_split for layer in self.layers)
+        """Whether ranks share layers by heads and inner columns: no norm covers those of several ranks."""
+        return all(layer.can_be_split for layer in self.layers)
 
 
 class _NotDescribedError(Exception):

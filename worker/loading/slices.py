@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ ROWS = "rowwise"  # input columns, already split between ranks; the results are 
 SPLIT = ("rowwise_split_input", "rowwise_rep")  # the same if every rank has the whole input
 VOCABULARY = "embedding_rowwise"  # rows of a table; missing rows are zero, and the results are summed
 PACKED_COLUMNS, PACKED_ROWS = "packed_colwise", "packed_rowwise"  # the same for two weights in one
+JOINED_HEADS = "joined heads"  # queries, keys and values in one projection; not a style of transformers
 EXPERTS = "moe_tp_experts"  # each rank has a slice of all experts; the results are summed
 TEXT_PART = "model.language_model."  # the beginning of its names
 # Names in files of Granite's experts.
@@ -130,6 +131,28 @@ class Slices:
     def cut(self, name: str) -> TensorSlice:
         """Return the cut of a parameter."""
         return self.cuts.get(name, TensorSlice())
+
+    def renamed(self, paths: dict[str, str]) -> Slices:
+        """Return the same slices by the names of another model with these modules.
+
+        Args:
+            paths: Its paths of modules, by theirs here.
+        """
+
+        def full(name: str) -> str:
+            """Return the path of a module, or the name of a parameter."""
+            owner, _, last = name.rpartition(".")
+            return paths[name] if name in paths else f"{paths[owner]}.{last}"
+
+        return replace(
+            self,
+            styles={full(name): style for name, style in self.styles.items()},
+            cuts={full(name): cut for name, cut in self.cuts.items()},
+            whole={full(name): shape for name, shape in self.whole.items()},
+            first_only=frozenset(full(name) for name in self.first_only),
+            experts={full(name): held for name, held in self.experts.items()},
+            mixers={full(name): plan for name, plan in self.mixers.items()},
+        )
 
 
 def slices_of(module: Any, rank: int, count: int, expert_parallel: bool = False) -> Slices:
@@ -243,8 +266,9 @@ def plan_of(module: Any) -> dict[str, str]:
     config = module.config.get_text_config(decoder=True)
     plan = {f"{prefix}{path}": style for path, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     family = family_of(module)
-    if family is not None and (family.mixture is not None or family.latent is not None or family.mixers):
-        plan |= _missing_cuts(family, family.mixture, f"{prefix}layers.*", plan)
+    if family is not None:
+        layer = f"{prefix}layers.*"
+        plan |= _missing_cuts(family, family.mixture, layer, plan) | _cuts_of_joined(family, layer)
     for owner, beside in _BESIDE_MIXERS.get(type(module).__name__, ()):
         *first, last = beside
         plan |= {f"{prefix}layers.*.{owner}.{name}": COLUMNS for name in first}
@@ -256,11 +280,8 @@ def plan_of(module: Any) -> dict[str, str]:
 
 
 def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dict[str, str]) -> dict[str, str]:
-    """Return the cuts of attention over latents, and of a mixture's attention and shared experts.
-
-    transformers' plan may leave them whole.
-    """
-    gate_up = COLUMNS if len(family.gate_up) == 1 + family.is_gated else PACKED_COLUMNS
+    """Return the cuts of described parts that transformers' plan leaves whole: it may have none at all."""
+    gate_up = PACKED_COLUMNS if family.joins_gate else COLUMNS
     groups: list[tuple[str, tuple[str, ...], str, str]] = []
     added: dict[str, str] = {}
     if family.latent is not None:  # plans differ in which of these they have
@@ -268,8 +289,7 @@ def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dic
         added[f"{layer}.self_attn.{family.output}"] = ROWS
     elif len(family.projected) == 3:
         groups.append((f"{layer}.{family.attention}", family.projected, COLUMNS, family.output))
-    if family.mixers:
-        groups.append((f"{layer}.{family.feed}", family.gate_up, gate_up, family.down))
+    groups.append((f"{layer}.{family.feed}", family.gate_up, gate_up, family.down))
     if mixture is not None and mixture.shared:
         shared = f"{layer}.{mixture.shared}" if mixture.is_shared_outside else f"{layer}.{family.feed}.{mixture.shared}"
         groups.append((shared, family.gate_up, gate_up, family.down))
@@ -278,6 +298,18 @@ def _missing_cuts(family: Family, mixture: Mixture | None, layer: str, plan: dic
             added |= {f"{owner}.{name}": style for name in first} | {f"{owner}.{last}": ROWS}
             added[f"{owner}.sinks"] = COLUMNS
     return added
+
+
+def _cuts_of_joined(family: Family, layer: str) -> dict[str, str]:
+    """Return the cuts of joined projections, which transformers' plans gather: each of the joined is cut alike."""
+    found: dict[str, str] = {}
+    if len(family.projected) == 1 and family.latent is None:
+        attention = f"{layer}.{family.attention}"
+        found |= {f"{attention}.{family.projected[0]}": JOINED_HEADS, f"{attention}.{family.output}": ROWS}
+    if family.joins_gate and family.mixture is None:
+        feed = f"{layer}.{family.feed}"
+        found |= {f"{feed}.{family.gate_up[0]}": PACKED_COLUMNS, f"{feed}.{family.down}": ROWS}
+    return found
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
@@ -300,6 +332,8 @@ def _cut(module: Any, path: str, which: str, shape: tuple[int, ...], style: str,
         if which == "bias":
             return TensorSlice()
         return TensorSlice(last, (_range(module, path, shape[last], rank, count),))
+    if style == JOINED_HEADS:
+        return TensorSlice(0, _ranges_of_heads(module, path, rank, count))
     if style == VOCABULARY:
         return TensorSlice(0, (_range(module, path, shape[0], rank, count),))
     if style in (PACKED_COLUMNS, PACKED_ROWS):
@@ -318,6 +352,18 @@ def _range(module: Any, path: str, size: int, rank: int, count: int) -> tuple[in
     if problem := section.problem(count):
         raise UnsupportedModel(type(module).__name__, f"{path} has {problem}")
     return section.part(rank, count)
+
+
+def _ranges_of_heads(module: Any, path: str, rank: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Return a rank's rows of a projection to queries, keys and values, in whole heads."""
+    attention = module.get_submodule(path.rpartition(".")[0])
+    heads = int(module.config.get_text_config(decoder=True).num_attention_heads)
+    kv_heads, size = kv_heads_of(module, attention), int(attention.head_dim)
+    keys = Section(kv_heads * size, kv_heads, "K and V heads", is_shared=True)
+    sections = (Section(heads * size, heads, "attention heads"), keys, keys)
+    if problem := next(filter(None, (each.problem(count) for each in sections)), ""):
+        raise UnsupportedModel(type(module).__name__, f"{path} has {problem}")
+    return ranges_of(sections, rank, count)
 
 
 def kv_heads_of(module: Any, attention: Any) -> int:

@@ -16,14 +16,13 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from torch.nn.functional import embedding
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
 from kvforge.worker.device.ranks import Ranks
 
-from .composite import config_for, is_composite, model_class
+from .composite import config_for, model_class, text_part
 from .expert_check import StoredExperts, check_experts_of_ranks
 from .mixer_slices import fit_mixer, join_norm
 from .progress import Progress
@@ -33,6 +32,7 @@ from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpac
 from .slices import (
     EXPERTS,
     GATHERED,
+    JOINED_HEADS,
     ROWS,
     SPLIT,
     VOCABULARY,
@@ -45,6 +45,7 @@ from .slices import (
 from .source import Source
 from .split_experts import FIRST_HELD, leave_out_others
 from .streamed_files import files_by_tensor, part_by_tensor, reads_in_parallel
+from .tied import tied_weights
 
 READ_AT_ONCE = 4  # tensors; each of them is read by several threads
 STD = 0.02  # default standard deviation of random weights
@@ -75,21 +76,16 @@ def build_split(
         raise UnsupportedModel(source.name, problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(source.name, "its weights are packed by a quantization_config, and cannot be split")
-    if ranks is not None and is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        problem = "it is a model of more than text, and its text part is served by one rank alone"
-        raise UnsupportedModel(source.name, f"{problem}: leave out tensor_parallel and ranks")
+    cls = model_class(config)
     with init_empty_weights(include_buffers=False):
-        if ranks is None and is_composite(config):
-            cls = model_class(config)
-            module = cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
-        else:
-            module = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-            )
-    mine = Slices(0, 1, {}, {}, {}, frozenset())
+        module = cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
+    mine, part = Slices(0, 1, {}, {}, {}, frozenset()), module
     if ranks is not None:
-        mine = slices_of(module, ranks.rank, ranks.count, expert_parallel)
-    tied = _tied(module)
+        # Files have the names of the whole model, and plans those of its text part. Both have the same modules.
+        part = text_part(module, source.name)
+        paths = _paths_in(module, part)
+        mine = slices_of(part, ranks.rank, ranks.count, expert_parallel).renamed(paths)
+    tied = tied_weights(module, source)
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         shape = mine.cut(name).shape(tuple(parameter.shape))
         _put(module, name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
@@ -98,9 +94,9 @@ def build_split(
     else:
         _read(module, source, mine, tied, dtype, device, progress, published)
         _read_generation(module, source)
-    for copy, original in tied.items():
-        cut, of = mine.cut(copy), module.get_parameter(original)
-        _put(module, copy, of if cut.is_whole else torch.nn.Parameter(cut.of(of), requires_grad=False))
+    for same, original in tied.items():
+        cut, of = mine.cut(same), module.get_parameter(original)
+        _put(module, same, of if cut.is_whole else torch.nn.Parameter(cut.of(of), requires_grad=False))
     if source.format != "dummy":
         check_finite(module, source.name, source.stored_name)
     for name in mine.first_only:
@@ -109,9 +105,18 @@ def build_split(
             setattr(module.get_submodule(parent), last, None)
     _fit(module, mine)
     if ranks is not None:
+        if part is not module:  # it is another module where it is kept in codes
+            head = next(name for name, each in part.named_modules() if each is part.get_output_embeddings())
+            part.set_output_embeddings(module.get_submodule(paths[head]))
         _check_experts(module, source, mine, ranks, None if published is not None else dtype)
         _exchange(module, mine, ranks)
-    return module.to(device.torch_device).eval()
+    return part.to(device.torch_device).eval()
+
+
+def _paths_in(whole: Any, part: Any) -> dict[str, str]:
+    """Return the paths of modules in the whole model by those in its text part."""
+    paths = {id(module): path for path, module in whole.named_modules()}
+    return {path: paths[id(module)] for path, module in part.named_modules() if id(module) in paths}
 
 
 def _check_experts(module: Any, source: Source, mine: Slices, ranks: Ranks, dtype: torch.dtype | None) -> None:
@@ -126,19 +131,6 @@ def _check_experts(module: Any, source: Source, mine: Slices, ranks: Ranks, dtyp
 def _put(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
     parent, _, last = name.rpartition(".")
     module.get_submodule(parent)._parameters[last] = parameter
-
-
-def _tied(module: Any) -> dict[str, str]:
-    """Names of parameters that are another one, and that one's. Where the configuration ties nothing, none."""
-    config = module.config
-    if not getattr(config, "tie_word_embeddings", False) and not getattr(
-        config.get_text_config(decoder=True), "tie_word_embeddings", False
-    ):
-        return {}
-    table = next(name for name, part in module.named_modules() if part is module.get_input_embeddings())
-    head = module.get_output_embeddings()
-    found = [name for name, part in module.named_modules() if part is head and head is not None]
-    return {f"{name}.weight": f"{table}.weight" for name in found}
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -175,7 +167,9 @@ def _read(
     with opened as of, ThreadPoolExecutor(READ_AT_ONCE) as pool:
         # Mapped files are read as they are needed, so that host memory never holds more than one tensor.
         at_once = pool.map if reads_in_parallel(device) and not is_part else map
-        all_found = at_once(lambda name: _found(name, mine.cut(name), of), [name for name, _ in named])
+        # Of tensors that are one, files may have any.
+        names = [[name, *(same for same, original in tied.items() if original == name)] for name, _ in named]
+        all_found = at_once(lambda each: _found_first(each, mine.cut(each[0]), of), names)
         for number, ((name, parameter), found) in enumerate(zip(named, all_found, strict=True)):
             progress("reading weights", number / len(named))
             if found is None:
@@ -236,6 +230,11 @@ def _dtype_of(module: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor: transformers keeps some in float32."""
     kept = module._keep_in_fp32_modules_strict or ()
     return torch.float32 if any(re.search(rf"(^|\.){each}($|\.)", name) for each in kept) else dtype
+
+
+def _found_first(names: list[str], cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
+    """Return what `_found` does for the first of these names that is stored."""
+    return next((found for name in names if (found := _found(name, cut, of)) is not None), None)
 
 
 def _found(name: str, cut: TensorSlice, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
@@ -327,13 +326,29 @@ def _fit(module: Any, mine: Slices) -> None:
         part = module.get_submodule(path)
         if isinstance(part, torch.nn.Linear):
             part.out_features, part.in_features = part.weight.shape
+    joined = {path.rpartition(".")[0] for path, style in mine.styles.items() if style == JOINED_HEADS}
     for path, part in module.named_modules():
-        if f"{path}.k_proj" not in mine.styles or not hasattr(part, "num_key_value_groups"):
+        is_divided = f"{path}.k_proj" in mine.styles or path in joined
+        if not is_divided or not hasattr(part, "num_key_value_groups"):
             continue
+        if path in joined:  # the layer finds its keys behind as many heads as it has
+            kv_heads = kv_heads_of(module, part)
+            part.config = _HeadsOfRank(part.config, mine.count)
+            part.num_key_value_heads = max(kv_heads // mine.count, 1)
         if (kv_heads := kv_heads_of(module, part)) % mine.count:
             part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # per head on this rank
     for path, plan in mine.mixers.items():
         fit_mixer(module.get_submodule(path), plan, mine.rank, mine.count)
+
+
+class _HeadsOfRank:
+    """A configuration with a rank's number of heads. All else is read from the whole model's, which may change."""
+
+    def __init__(self, config: Any, count: int) -> None:
+        self._config, self.num_attention_heads = config, config.num_attention_heads // count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
 
 
 def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:

@@ -15,16 +15,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.ranks import Ranks
-from kvforge.worker.loading import build, find_source, read_config, split
+from kvforge.worker.loading import find_source, split
 from kvforge.worker.loading.composite import config_for, model_class
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.loading.slices import TensorSlice
+from kvforge.worker.loading.tied import tied_weights
 from tests.worker.conftest import TINY
 
 from .covering import EXPERTS, HYBRID, MIXER, covering
 from .random_models import FEW_EXPERTS, LINEAR_HEADS, NEEDS_CACHE, PIXTRAL
+from .several import say, several
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -46,7 +47,6 @@ GEMMA4 = {
     "num_kv_shared_layers": 0,
     "global_head_dim": 32,
     "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 97,
 }
 GLM_VISION = {**QWEN_VISION, "image_size": 28}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -190,10 +190,13 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-def whole(kind: str) -> Any:
+def whole(kind: str, vocab_size: int = TEXT["vocab_size"]) -> Any:
     """Return the model of images and text, with random weights."""
     text, rest, _ = FAMILIES[kind]
-    config = AutoConfig.for_model(kind.partition(" ")[0], text_config={**TEXT, **text}, **rest)
+    fields = {**TEXT, **text, "vocab_size": vocab_size}
+    if "hidden_size_per_layer_input" in text:
+        fields["vocab_size_per_layer_input"] = vocab_size
+    config = AutoConfig.for_model(kind.partition(" ")[0], text_config=fields, **rest)
     torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
 
@@ -279,7 +282,7 @@ def test_published_formats_find_all_names(kind: str, tmp_path: Path) -> None:
     cls = model_class(made.config)
     with torch.device("meta"):
         text = cls._from_config(config_for(cls, made.config), attn_implementation="eager")
-    tied = split._tied(text)
+    tied = tied_weights(text, find_source(tmp_path, "auto"))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         of = dict.fromkeys(file.keys(), file)
         names = [name for name, _ in text.named_parameters() if name not in tied]
@@ -310,10 +313,28 @@ def test_random_weights_have_no_towers(tmp_path: Path, cpu: Device) -> None:
     assert model.info.architecture == "Qwen3VLTextForCausalLM"
 
 
+@pytest.mark.soak  # `test_split` has some of them in `make test`
 @pytest.mark.filterwarnings("ignore")
-def test_several_ranks_are_refused_by_name(tmp_path: Path, cpu: Device) -> None:
-    whole("mistral3").save_pretrained(tmp_path)
-    source = find_source(tmp_path, "auto")
-    ranks = Ranks(0, 2, cpu, "gloo")  # no rendezvous: the model is refused before it
-    with pytest.raises(UnsupportedModel, match="its text part is served by one rank alone"):
-        build(source, read_config(source), torch.float32, cpu, lambda _phase, _done: None, 0, ranks)
+def test_two_ranks_divide_every_text_part(tmp_path: Path) -> None:
+    models = []
+    for kind in FAMILIES:
+        folder = tmp_path / kind
+        whole(kind, 264).save_pretrained(folder)
+        if kind == "kimi_k25":  # see above
+            weights = load_file(folder / "model.safetensors")
+            renamed = {name.replace(".blocks.", ".layers."): tensor for name, tensor in weights.items()}
+            save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+        models.append((folder, "float32", "dtype"))
+    ranks = several(2, models, tmp_path / "meeting")
+    for kind, model, first, second in zip(FAMILIES, models, *ranks, strict=True):
+        alone = say(*model)
+        assert first.get("error") is second.get("error") is alone.get("error") is None, (kind, first)
+        assert first["said"] == second["said"], kind
+        assert tokens_of(first) == tokens_of(alone), kind
+        assert first["fused"] or kind == "gemma4", kind  # gemma4: inputs of each token and layer
+
+
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    """Return the tokens of the answers. A model with recurrent states gives a single one."""
+    said = answer["said"]
+    return [[token for token, _ in each] for each in ([said] if isinstance(said[0][0], int) else said)]

@@ -20,7 +20,8 @@ PLANS: dict[str, tuple[str, dict[str, Any], bool, int]] = {
     "dense": ("llama", {"num_key_value_heads": 4, "attention_bias": True}, False, 1),
     "K and V heads of two ranks each": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}, False, 1),
     "one K and V head": ("qwen2", {"num_key_value_heads": 1}, False, 1),
-    "gathered outputs": ("phi3", {"num_key_value_heads": 4}, False, 4),  # each rank attends with all heads
+    "gathered outputs": ("olmo2", {"num_key_value_heads": 4}, False, 4),  # each rank attends with all heads
+    "joined projections": ("phi3", {"num_key_value_heads": 2}, False, 1),  # two ranks share a K and V head
     "a part of each expert": ("qwen3_moe", DESCRIBED["qwen3_moe"][1], False, 1),
     "a part of shared experts too": ("glm4_moe", DESCRIBED["glm4_moe"][1], False, 1),
     "two experts": ("qwen3_moe", DESCRIBED["qwen3_moe"][1], True, 1),
@@ -50,6 +51,8 @@ def answers(plans: Sequence[str], folders: dict[str, Path], meeting: Path) -> di
     found = {}
     for divides in (False, True):
         chosen = [plan for plan in plans if PLANS[plan][2] == divides]
+        if not chosen:
+            continue
         models = [(folders[plan], "float32", "dtype") for plan in chosen]
         place = meeting / str(divides)
         told = several(COUNT, models, place, asked=2, company=COMPANY, expert_parallel=divides)
@@ -106,6 +109,9 @@ def check_parts(plan: str, folder: Path, ranks: list[dict[str, Any]]) -> None:
             divided += size
         elif any(part in name for part in WHOLE) or (tied and name == "lm_head.weight"):
             limit += size
+        elif ".qkv_proj" in name:
+            heads, both = module.config.num_attention_heads, 2 * kv_heads
+            limit += size * (heads / COUNT + both / min(COUNT, kv_heads)) / (heads + both)
         elif ".k_proj" in name or ".v_proj" in name:
             limit += size / min(COUNT, kv_heads)
         else:

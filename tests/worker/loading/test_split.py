@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from kvforge.models.files import stored_tensors
 from kvforge.worker.device.device import open_device
@@ -24,6 +25,7 @@ from kvforge.worker.loading.split import build_split
 from tests.amount import examples
 from tests.worker.loading.random_models import LATENT, YARN_BY_POSITION
 from tests.worker.loading.several import say, several
+from tests.worker.loading.test_composite import whole
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -45,7 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},  # columns, rows, gathered head; biases of sums added once
     "qwen2": {"num_key_value_heads": 1},  # fewer K and V heads than ranks: both ranks hold the same head
     "qwen3": {"tie_word_embeddings": True, "head_dim": 16},  # a tied head, norms of heads
-    "phi3": {},  # gathered outputs, split inputs
+    "phi3": {},  # queries, keys and values joined, and gate and up
+    "glm4": {"head_dim": 16},  # gate and up joined
     "mixtral": {"num_local_experts": 4},  # experts, stored one by one under other names
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "gemma2": {"head_dim": 16},
@@ -105,8 +108,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "ministral3": {"head_dim": 16, "rope_parameters": YARN_BY_POSITION},  # queries by position
     "odd": {"vocab_size": 255},  # a head that two ranks cannot divide
 }
+# Models of more than text: their text part is cut. One has no plan, the names of another's files begin differently.
+COMPOSITE = ("mistral3", "qwen3_vl", "smolvlm")
 FUSED = (
+    *COMPOSITE,
+    "head of its own",
+    "head alone",
     "llama",
+    "phi3",
+    "glm4",
     "qwen2",
     "qwen3",
     "gemma2",
@@ -123,10 +133,18 @@ FUSED = (
     "ministral3",
     "odd",
 )  # by several ranks
-FUSED_ALONE = (*FUSED, "phi3", "olmo2")
+FUSED_ALONE = (*FUSED, "olmo2")
 NO_INT8 = quantising_problem(open_device("cpu"), torch.float32, "int8")
 ASKED = 1 + examples(2)  # prompts; the last answer is drawn by chance
-ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # where GPUs differ from CPUs: each way to exchange
+ON_GPUS = (
+    "llama",
+    "qwen2",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "odd",
+    "qwen3_vl",
+)  # where GPUs differ from CPUs: each way to exchange
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +166,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 buffer.fill_(0.7)
         made[kind] = tmp_path_factory.mktemp(kind)
         module.save_pretrained(made[kind])
+    for kind in ("head of its own", "head alone"):
+        made[kind] = tmp_path_factory.mktemp(kind.replace(" ", "_"))
+        wrongly_tied(folders=made, to=made[kind], keeps_table=kind == "head of its own")
+    for kind in COMPOSITE:
+        made[kind] = tmp_path_factory.mktemp(kind)
+        whole(kind, BASE["vocab_size"]).save_pretrained(made[kind])
     return made
+
+
+def wrongly_tied(folders: dict[str, Path], to: Path, keeps_table: bool) -> None:
+    """Write Llama's weights, with a configuration that ties the head to the embedding."""
+    for file in folders["llama"].iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = to / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    if not keeps_table:
+        weights = load_file(to / "model.safetensors")
+        del weights["model.embed_tokens.weight"]
+        save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +217,7 @@ def hopeless(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {"odd_heads": odd_heads, "unplanned": unplanned, "broken": broken}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, "head of its own", "head alone", *COMPOSITE])
 def test_two_ranks_say_what_one_says(
     kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
 ) -> None:
