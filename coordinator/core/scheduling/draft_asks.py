@@ -26,12 +26,13 @@ TRIAL_ROWS = 20  # verified rows with which the first one is over, once TRIAL_LE
 TRIAL_LEAST = 5
 TRIAL_TOKENS = 4  # that these ask for
 BEGIN_MARGIN = 8  # drafts begin if they gain 1 / BEGIN_MARGIN: a beginning and an end overlap nothing
+BEGIN_WAYS = 3  # ways of results that nothing overlaps then: behind the step before, the verification, and the end
 PLAIN, PLAIN_EVERY = 2, 128  # steps in a row that ask for nothing, of how many; the first one may have drafts
 WAIT_LEAST, WAIT_MOST = 32, 8192  # steps between two trials
 WAITS_MOST = 4  # trials in a row behind which the wait no longer doubles
 
 
-def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool) -> int:
+def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool, left: int) -> int:
     """Return how many tokens to propose for each row; 0: none.
 
     Args:
@@ -40,6 +41,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool) ->
         most: The most tokens of a row for which there is room.
         chances: The mean chances of the rows.
         verifies: Whether the step verifies drafts, so that drafting goes on and does not begin.
+        left: Tokens that the rows have left at most, in the mean.
     """
     model, costs, step = group.model_drafts, group.row_costs, group.next_step
     if not costs.has_times:
@@ -50,7 +52,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool) ->
     if step < gains.until[size_of(rows)]:
         return 0
     if not model.trial:
-        count = _best(group, rows, most, chances, MARGIN if verifies else BEGIN_MARGIN)
+        count = _best(group, rows, most, chances, 0 if verifies else left)
         if count and gains.loses(rows):
             gains.put_off(rows, step, TRIALS, WAIT_MOST)
             return 0
@@ -99,19 +101,25 @@ def tried(group: Group, rows: int, passes: int, draft_us: int) -> None:
         model.next_trial, model.trial_us = model.next_trial + min(wait, WAIT_MOST), 0
 
 
-def _best(group: Group, rows: int, most: int, chances: Chances, margin: int) -> int:
+def _best(group: Group, rows: int, most: int, chances: Chances, begins: int) -> int:
     """Return how many tokens make the time per token shortest.
 
-    0: none gains 1 / margin of the time of steps that overlap.
+    begins: of drafts that begin, the tokens that are left; 0: they go on.
+
+    0: none gains a part of the time of steps that overlap, or too little of it until the rows end.
     """
     model, costs = group.model_drafts, group.row_costs
     if not costs.is_known or model.pass_time == UNKNOWN:
         return 0
     count, tokens, took = 0, CERTAIN, costs.of(rows, rows) - rows * costs.line.token
-    best, least = CERTAIN + CERTAIN // margin, UNIT * model.gains.plain_us[size_of(rows)]
+    plain = least = UNIT * model.gains.plain_us[size_of(rows)]
+    way = max(0, took - plain)
+    best = CERTAIN + CERTAIN // (BEGIN_MARGIN if begins else MARGIN)
     for number, chance in enumerate(chances.of(most), 1):
         tokens += chance
         took += rows * costs.line.token + model.pass_time
         if tokens * least > best * took:
             count, best, least = number, tokens, took
+    if count and begins and begins * (plain - CERTAIN * least // best) < BEGIN_WAYS * way:
+        return 0
     return count

@@ -235,13 +235,13 @@ class Drafts:
             verifies: Whether the step verifies drafts.
         """
         room, s = self._room(group), self._cache.sequences
-        left = int((self._rows.limit[slots] - s.length[slots] - s.pending[slots]).max()) - 1
-        most = min(group.model_drafts.most, self.most(group), max(1, room // slots.size), left)
+        left = self._rows.limit[slots] - s.length[slots] - s.pending[slots]
+        most = min(group.model_drafts.most, self.most(group), max(1, room // slots.size), int(left.max()) - 1)
         if room < 1 or most < 1:
             return 0
         each = [self._modelled(group, self._requests.live[request]) for request in s.request[slots].tolist()]
         mean = draft_choice.Chances(*(sum(chances) // slots.size for chances in zip(*each, strict=True)))
-        return draft_asks.ask(group, slots.size, most, mean, verifies)
+        return draft_asks.ask(group, slots.size, most, mean, verifies, int(left.sum()) // slots.size)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool, may_reserve: bool) -> ChosenDrafts:
         """Return the drafts that the next step verifies, and drop all proposals. No step is in flight.

@@ -42,6 +42,8 @@ from .results import StepResults
 from .teams import Team, check_rank
 from .worker import Worker, log_of, registered, slots_in_steps
 
+BEGINS_OF = 8  # a step of which 1 / BEGINS_OF of the rows begin is no measure of others
+
 
 class WorkerReports:
     """Handlers of the worker messages. A worker that violates the protocol is refused and dropped."""
@@ -361,7 +363,9 @@ class WorkerReports:
         reads = bool(sent.message.host_reads.size)
         group.step_took(sent.prefill_tokens, message.duration_us, reads)
         wanted = group.drafts or self._admission.rows.batch_count
-        if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
+        # Rows that begin take the worker longer than their tokens: a step with many is like no other.
+        begins = BEGINS_OF * len(sent.message.begins) >= sent.slots.size
+        if wanted and not (begins or sent.prefill_tokens or reads):
             since_us = max(sent.sent_us, group.result_us)
             passes_us = max(0, min(message.draft_us, DURATION_US_MAX)) if sent.message.propose else 0
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
