@@ -290,6 +290,24 @@ def test_steps_overlap_while_proposals_are_wrong_and_do_not_once_they_are_right(
     assert driver.answer_of(request) == continuation([10, 2, 3, 4], 900)
 
 
+def test_a_wait_ends_once_proposals_are_right() -> None:
+    """Sixteen agents on an H200 waited for up to 103 steps while proposals were right, because they had been wrong."""
+    driver, worker = timed(8, 20, 1500, 0.3)
+    driver.check_every = SOME
+    requests = [driver.submit([10 + row, 2, 3, 4], 900) for row in range(16)]
+    (group,) = driver.machine.cache.groups.values()
+    while group.drafts_from < group.next_step + 20:
+        driver.step()
+    worker.right, first = 1.0, group.next_step
+    end = group.drafts_from
+    while not any(step.drafts.size for step in worker.steps[first + 2 :]):  # two are in flight
+        driver.step()
+    assert worker.steps[-1].step_id < end - 5
+    driver.run_until_idle()
+    for row, request in enumerate(requests):
+        assert driver.answer_of(request) == continuation([10 + row, 2, 3, 4], 900)
+
+
 def test_a_request_begins_with_the_chances_of_its_group() -> None:
     driver, worker = timed(8, 5, 1000, -1.0)
     driver.submit([10, 2, 3, 4], 300)

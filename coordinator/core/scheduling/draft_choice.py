@@ -26,6 +26,8 @@ CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance i
 WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
 TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
+BEGIN_MARGIN = 4  # of drafts that begin within a wait
+LOOK_EVERY = 4  # results of a wait until the next look whether drafts pay now
 MARGIN = 16  # drafts must gain 1 / MARGIN: chances and costs are estimates
 
 
@@ -84,7 +86,7 @@ def _kept(chance: int, good: int, tried: int) -> int:
     return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
 
 
-def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = False) -> int:
+def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = False, margin: int = MARGIN) -> int:
     """Return how many drafts make the time per token shortest; 0 if none does better than a step without.
 
     Args:
@@ -92,10 +94,11 @@ def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = F
         rows: Rows of the step.
         chances: The chance of each draft, the highest first.
         waited: The step waits for a result in any case.
+        margin: They must gain 1 / margin.
     """
     tokens, row = rows * CERTAIN, costs.line.token
     took = costs.of(rows, 1) - row
-    count, most, least = 0, tokens + tokens // MARGIN, took if waited else costs.of(rows)
+    count, most, least = 0, tokens + tokens // margin, took if waited else costs.of(rows)
     for number, chance in enumerate(chances, 1):
         tokens += chance
         took += row
@@ -161,9 +164,11 @@ def pays(
     each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)[first:]), reverse=True)
     if MARGIN * sum(each) <= rows * CERTAIN:
         return False
-    if group.drafts_from or not costs.is_known or not costs.has_times:
+    if not costs.is_known or not costs.has_times:
         return True
-    return _best_or_wait(group, rows, wanted, each) > 0
+    if group.next_step < group.drafts_from:  # what was proposed meanwhile may have been right more often
+        return best(costs, rows, each, margin=BEGIN_MARGIN) > 0
+    return group.drafts_from > 0 or _best_or_wait(group, rows, wanted, each) > 0
 
 
 def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], chances: Sequence[int]) -> int:

@@ -134,7 +134,8 @@ class Drafts:
             most = self._wanted(group, slot, tokens)
             if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
                 kept[slot] = tokens[:most]
-        if not kept or group.next_step < group.drafts_from:
+        waits = group.next_step < group.drafts_from
+        if not kept or (waits and sent.step_id % draft_choice.LOOK_EVERY):
             return
         room = self._room(group)
         slots = self._with_states(group, [*kept], room)
@@ -143,6 +144,8 @@ class Drafts:
         if draft_choice.pays(group, group.running, wanted, chances, goes_on=2 * going_on >= len(kept)):
             group.proposals |= kept
             group.steady = None
+            if waits:
+                group.drafts_from = group.draft_wait = 0
 
     def _observe(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Compare the tokens of a result with what was expected of rows that had no drafts."""

@@ -42,7 +42,7 @@ from .results import StepResults
 from .teams import Team, check_rank
 from .worker import Worker, log_of, registered, slots_in_steps
 
-BEGINS_OF = 8  # a step of which 1 / BEGINS_OF of the rows begin is no measure of others
+BEGINS_OF = 8  # a step that begins 1 / BEGINS_OF of its rows is no measure of others
 
 
 class WorkerReports:
