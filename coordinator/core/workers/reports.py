@@ -363,9 +363,7 @@ class WorkerReports:
         reads = bool(sent.message.host_reads.size)
         group.step_took(sent.prefill_tokens, message.duration_us, reads)
         wanted = group.drafts or self._admission.rows.batch_count
-        # Rows that begin take the worker longer than their tokens: a step with many is like no other.
-        begins = BEGINS_OF * len(sent.message.begins) >= sent.slots.size
-        if wanted and not (begins or sent.prefill_tokens or reads):
+        if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
             passes_us = max(0, min(message.draft_us, DURATION_US_MAX)) if sent.message.propose else 0
             drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
@@ -374,7 +372,11 @@ class WorkerReports:
             group.row_costs.add(rows, drafts, message.duration_us, elapsed_us, alone=alone)
             if group.model_drafts.most and sent.message.propose and drafts:
                 group.model_drafts.gains.add_drafted(rows, message.slots.size, elapsed_us + passes_us)
-            elif group.model_drafts.most and not (alone or drafts or sent.message.propose):
+            # Rows that begin take the worker longer than their tokens: a step with many is like no other.
+            is_like_others = not (
+                alone or drafts or sent.message.propose or BEGINS_OF * len(sent.message.begins) >= rows
+            )
+            if group.model_drafts.most and is_like_others:
                 group.model_drafts.gains.add_plain(rows, elapsed_us)
         if message.idle_us >= 0:
             with_result = sent.sent_us == group.result_us  # both have the time of their turn

@@ -313,7 +313,6 @@ def test_random_weights_have_no_towers(tmp_path: Path, cpu: Device) -> None:
     assert model.info.architecture == "Qwen3VLTextForCausalLM"
 
 
-@pytest.mark.soak  # `test_split` has some of them in `make test`
 @pytest.mark.filterwarnings("ignore")
 def test_two_ranks_divide_every_text_part(tmp_path: Path) -> None:
     models = []
