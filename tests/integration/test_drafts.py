@@ -114,7 +114,7 @@ def test_a_worker_killed_among_drafts_changes_no_bit(want: list[Finished]) -> No
 
 @NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.soak)])  # see test_hybrids.py
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_a_model_with_recurrent_states_gives_the_bits_without_drafts(name: str, tmp_path: Path) -> None:
     model_type, fields = HYBRIDS[name]
     model = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})

@@ -49,7 +49,7 @@ def wait_state(kv: Client, request_id: int, state: str) -> None:
         select.select([], [], [], 0.02)
 
 
-@pytest.mark.parametrize("first", ["client", "coordinator"])
+@pytest.mark.parametrize("first", ["client", pytest.param("coordinator", marks=pytest.mark.soak)])
 def test_what_a_client_left_behind_survives_or_ends_as_it_was_asked_for(first: str) -> None:
     """No worker runs until the attached requests have ended, so only the lease can end them."""
     with Cluster(blocks=512, coordinator=LIMITS) as cluster:

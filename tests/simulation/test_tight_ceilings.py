@@ -17,7 +17,7 @@ from tools.simulation.settings import TENANTS
 EVENTS, SEEDS = 600, 60
 
 
-@pytest.mark.parametrize("windows", [0.0, 1.0])
+@pytest.mark.parametrize("windows", [pytest.param(0.0, marks=pytest.mark.soak), 1.0])
 def test_every_request_ends_at_a_ceiling_that_just_fits(windows: float) -> None:
     """Blocks counted twice, or kept by steps that nothing awaits, leave a request waiting for ever."""
     for seed in range(0, examples(SEEDS), thinned(2)):

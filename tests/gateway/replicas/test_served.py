@@ -217,7 +217,7 @@ def test_a_prompt_goes_where_it_is_held_and_others_are_spread(served: Replicas) 
     assert all(came().values())
 
 
-@pytest.mark.parametrize("how", ["killed", "hung", "drained"])
+@pytest.mark.parametrize("how", ["killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("hung", "drained"))])
 def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(served: Replicas, how: str) -> None:
     asked: list[tuple[dict[str, Any], dict[str, str]]] = []
     for at in range(12):

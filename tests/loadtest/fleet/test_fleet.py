@@ -28,7 +28,7 @@ async def _answers(requests: list[AsyncRequest]) -> list[tuple[int, ...]]:
     return [(await request.result(timeout_s=30)).tokens for request in requests]
 
 
-def test_a_fleet_answers_the_same_when_a_worker_and_the_coordinator_die_meanwhile() -> None:
+def test_a_fleet_answers_the_same_though_processes_die() -> None:
     async def run() -> None:
         async with SimulatedFleet(
             "h200-8b", workers=2, blocks=512, time_scale=0.1, coordinator_settings=QUOTAS
