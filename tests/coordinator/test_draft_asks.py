@@ -292,7 +292,7 @@ def test_drafts_do_not_begin_shortly_before_the_end() -> None:
     for _ in range(3):
         model.gains.add_plain(1, 1000)
     chances = draft_choice.Chances(CERTAIN, 0)  # two tokens in the time of 1.55
-    assert [ask(group, 1, 1, chances, False, left) for left in (4, 6, 7, 200)] == [0, 0, 1, 1]
+    assert [ask(group, 1, 1, chances, False, left) for left in (0, 4, 6, 7, 200)] == [0, 0, 0, 1, 1]
     assert ask(group, 1, 1, chances, True, 4) == 1, "those that have begun go on"
 
 

@@ -52,7 +52,7 @@ def ask(group: Group, rows: int, most: int, chances: Chances, verifies: bool, le
     if step < gains.until[size_of(rows)]:
         return 0
     if not model.trial:
-        count = _best(group, rows, most, chances, 0 if verifies else left)
+        count = _best(group, rows, most, chances, 0 if verifies else max(1, left))
         if count and gains.loses(rows):
             gains.put_off(rows, step, TRIALS, WAIT_MOST)
             return 0
