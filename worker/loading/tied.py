@@ -51,7 +51,7 @@ def _differs(copy: str, original: str, of: dict[str, Any]) -> bool:
     if None in places:
         return False
     head, table = (of[place].get_slice(place) for place in places if place is not None)
-    if head.get_shape() != table.get_shape():
+    if head.get_shape() != table.get_shape() or head.get_dtype() != table.get_dtype():
         return True
     borders = [*range(0, head.get_shape()[0], ROWS), head.get_shape()[0]]
     return not all(torch.equal(head[first:end], table[first:end]) for first, end in pairwise(borders))
