@@ -424,6 +424,7 @@ def in_flight() -> tuple[Driver, Drafter, StepResult]:
         ("other", "a token is not the draft that another one follows"),
         ("vocabulary", "outside the vocabulary"),
         ("apart", "not together"),
+        ("negative", "tokens for a row with 0 drafts"),
         ("short", "differ in length"),
     ],
 )
@@ -438,6 +439,8 @@ def test_a_result_that_does_not_fit_the_drafts_ends_the_worker(fault: str, messa
         tokens[-1] = 1000
     elif fault == "apart":
         slots = [slots[0], 9, *slots[2:]]
+    elif fault == "negative":
+        slots = [-1] * len(slots)
     else:
         tokens.pop()
     logprobs = np.zeros(len(slots), np.float32)

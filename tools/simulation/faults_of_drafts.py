@@ -90,9 +90,11 @@ def rejected_drafts_charged() -> list[Patch]:
     """A tenant pays for every draft of its requests."""
     real = Drafts.learn
 
-    def learn(self: Drafts, group: Group, request: Any, drafted: int, accepted: int) -> None:
-        real(self, group, request, drafted, accepted)
-        self._cache.tenants.service[request.tenant] += (drafted - accepted) / self._cache.tenants.weight[request.tenant]
+    def learn(self: Drafts, group: Group, requests: Any, drafted: Any, accepted: Any) -> None:
+        real(self, group, requests, drafted, accepted)
+        tenants = self._cache.tenants
+        for request, tried, good in zip(requests, drafted, accepted, strict=True):
+            tenants.service[request.tenant] += (tried - good) / tenants.weight[request.tenant]
 
     return [(Drafts, "learn", learn)]
 
@@ -102,9 +104,11 @@ def accepted_drafts_charged_twice() -> list[Patch]:
     """An accepted draft is charged as a token and again as a draft."""
     real = Drafts.learn
 
-    def learn(self: Drafts, group: Group, request: Any, drafted: int, accepted: int) -> None:
-        real(self, group, request, drafted, accepted)
-        self._cache.tenants.service[request.tenant] += accepted / self._cache.tenants.weight[request.tenant]
+    def learn(self: Drafts, group: Group, requests: Any, drafted: Any, accepted: Any) -> None:
+        real(self, group, requests, drafted, accepted)
+        tenants = self._cache.tenants
+        for request, good in zip(requests, accepted, strict=True):
+            tenants.service[request.tenant] += good / tenants.weight[request.tenant]
 
     return [(Drafts, "learn", learn)]
 

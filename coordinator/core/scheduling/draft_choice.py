@@ -71,7 +71,8 @@ class Chances(NamedTuple):
 
     def towards(self, other: Chances) -> Chances:
         """Return these chances moved by 1 / GROUP_OF of the way to others."""
-        return Chances(*(own + (new - own) // GROUP_OF for own, new in zip(self, other, strict=True)))
+        first, later = self
+        return Chances(first + (other.first - first) // GROUP_OF, later + (other.later - later) // GROUP_OF)
 
     def of(self, drafts: int) -> list[int]:
         """Return the chance of each of so many drafts to become a token."""

@@ -1,4 +1,8 @@
-"""Results of steps with drafts: the first token of each row, as of any row, and the accepted tokens behind it."""
+"""Results of steps with drafts: the first token of each row, as of any row, and the accepted tokens behind it.
+
+Such a result has some tens of tokens, and the device waits while it is applied. So rows are told apart by loops over
+lists: for so few items, each of numpy's functions that are written in Python takes as long as a loop over all.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,8 @@ class FurtherTokens(msgspec.Struct, frozen=True, eq=False):
 
     def of(self, rows: Slots) -> FurtherTokens:
         """Return those of the given rows."""
-        return self._pick(np.flatnonzero(np.isin(self.slots, rows)))
+        kept = set(rows.tolist())
+        return self._pick(np.array([at for at, slot in enumerate(self.slots.tolist()) if slot in kept], np.int64))
 
     def until(self, stops: npt.NDArray[np.bool_]) -> FurtherTokens:
         """Return those up to the first stop token of each row, which is among them. stops: which are stop tokens, [n].
@@ -63,24 +68,24 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
     if result.top_counts.size or result.top_tokens.size or result.top_logprobs.size:
         tops = TopLogprobs(result.top_counts, result.top_tokens, result.top_logprobs)
         tops.check(slots.size, vocabulary)
-    first = np.flatnonzero(np.diff(slots, prepend=-1))
-    sizes = np.diff(first, append=slots.size)
-    drafts = _drafts(sent)
-    if np.unique(slots[first]).size != first.size:
+    first, rest, places = _by_row(slots.tolist())
+    listed, chosen, drafts = slots[first].tolist(), tokens.tolist(), _drafts(sent)
+    if len(set(listed)) != first.size:
         raise ProtocolError("step_result: the tokens of a row are not together")
-    for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
-        own = drafts.get(int(slots[start]), NO_INT32)
-        if size > own.size + 1:
-            raise ProtocolError(f"step_result: {size} tokens for a row with {own.size} drafts")
-        if tokens[start : start + size - 1].tolist() != own[: size - 1].tolist():
+    starts = first.tolist()
+    for slot, start, end in zip(listed, starts, [*starts[1:], slots.size], strict=True):
+        if (size := end - start) == 1:
+            continue
+        own = drafts.get(slot, [])
+        if size > len(own) + 1:
+            raise ProtocolError(f"step_result: {size} tokens for a row with {len(own)} drafts")
+        if chosen[start : end - 1] != own[: size - 1]:
             raise ProtocolError("step_result: a token is not the draft that another one follows")
     if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
         raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
-    places = np.arange(slots.size) - np.repeat(first, sizes)
-    rest = np.flatnonzero(places)
     further = FurtherTokens(
         slots[rest].astype(np.int64),
-        places[rest],
+        places,
         tokens[rest],
         result.logprobs[rest],
         None if tops is None else tops.pick(rest),
@@ -98,10 +103,30 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
     return head, further
 
 
-def _drafts(sent: SentStep) -> dict[int, npt.NDArray[np.int32]]:
+def _by_row(slots: list[int]) -> tuple[Slots, Slots, Slots]:
+    """Find the rows in the slots of a result's tokens, which name a row once for each of its tokens.
+
+    Returns:
+        Where the first token of each row is, where the others are, and the place of each of these in its row.
+    """
+    first, rest, places = list[int](), list[int](), list[int]()
+    before = None
+    for at, slot in enumerate(slots):
+        if slot != before:
+            first.append(at)
+            before = slot
+        else:
+            rest.append(at)
+            places.append(at - first[-1])
+    return np.array(first, np.int64), np.array(rest, np.int64), np.array(places, np.int64)
+
+
+def _drafts(sent: SentStep) -> dict[int, list[int]]:
     """Return the drafts of a step by slot."""
-    step, ends = sent.message, np.cumsum(sent.counts)
-    return {
-        int(sent.slots[row]): unmarked(step.tokens[int(ends[row]) - int(step.drafts[row]) : int(ends[row])])
-        for row in np.flatnonzero(step.drafts).tolist()
-    }
+    step, found, end = sent.message, dict[int, list[int]](), 0
+    fed = unmarked(step.tokens).tolist()
+    for slot, count, drafted in zip(step.slots.tolist(), step.counts.tolist(), step.drafts.tolist(), strict=True):
+        end += count
+        if drafted:
+            found[slot] = fed[end - drafted : end]
+    return found

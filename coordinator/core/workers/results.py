@@ -399,21 +399,24 @@ class StepResults:
         s, running = self._cache.sequences, self._admission.rows
         drafts, newest = np.zeros(s.length.size, np.int64), np.zeros(s.length.size, np.int32)
         drafts[sent.slots] = sent.message.drafts
-        verified = rows[drafts[rows] > 0]
+        drafted = drafts[rows]
+        verified, drafted = rows[drafted > 0], drafted[drafted > 0]
         ended = running.stopped(rows, tokens) if running.stops_most else None
-        further = further.of(rows if ended is None else rows[~ended])
+        if ended is not None:
+            further = further.of(rows[~ended])
+        elif rows is not sent.sampled:  # otherwise no row has left
+            further = further.of(rows)
         if running.stops_most and further.slots.size:
             stops = running.stopped(further.slots, further.tokens)
             further = further if stops is None else further.until(stops)
         group.sampled_rows = None  # each row is at another place now
+        accepted = np.bincount(further.slots, minlength=drafts.size)
         if further.slots.size:
-            self._append_accepted(sent, further)
-        accepted = np.bincount(further.slots, minlength=drafts.size)[verified]
+            self._append_accepted(sent, further, accepted)
         s.pending[verified] = 0
         s.scheduled[verified] = s.computed[verified]
-        for slot, count in zip(verified.tolist(), accepted.tolist(), strict=True):
-            request = self._requests.live[int(s.request[slot])]
-            self._admission.drafts.learn(group, request, int(drafts[slot]), count)
+        requests = [self._requests.live[request] for request in s.request[verified].tolist()]
+        self._admission.drafts.learn(group, requests, drafted.tolist(), accepted[verified].tolist())
         newest[rows] = tokens
         newest[further.slots] = further.tokens  # of a row, the last one is kept
         return newest[rows], verified
@@ -425,12 +428,16 @@ class StepResults:
         for slot in verified[s.scheduled[verified] % s.block_size == 0].tolist():
             self._cache.checkpoints.take_wanted(group, slot, int(base[slot]), starts[slot])
 
-    def _append_accepted(self, sent: SentStep, further: FurtherTokens) -> None:
-        """Append accepted tokens behind the first of their rows, all at once, and stream them."""
+    def _append_accepted(self, sent: SentStep, further: FurtherTokens, accepted: Slots) -> None:
+        """Append accepted tokens behind the first of their rows, all at once, and stream them.
+
+        accepted: how many of the tokens each slot has.
+        """
         s, running, tenants = self._cache.sequences, self._admission.rows, self._cache.tenants
         slots, tokens = further.slots, further.tokens
         at = s.length[slots] + further.places - 1
-        rows, counts = np.unique(slots, return_counts=True)
+        rows = slots[further.places == ONE]
+        counts = accepted[rows]
         s.append_accepted(rows, counts, slots, at, tokens | GENERATED_MARK, further.logprobs)
         s.computed[rows] += counts
         self._requests.generated_tokens_total += slots.size
