@@ -35,7 +35,8 @@ class DeviceEvent:
         self._at_ns = 0 if device.queues else time.perf_counter_ns()
         if device.queues:
             self._event = torch.cuda.Event(enable_timing=timed)
-            self._event.record(queue)
+            # torch finds the current device again, at twice the cost, where it is given no queue.
+            self._event.record(torch.cuda.current_stream(device.torch_device.index) if queue is None else queue)
 
     def passed(self) -> bool:
         """Return True once everything queued before the event is done.

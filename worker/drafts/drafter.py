@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Protocol
 
@@ -64,13 +65,9 @@ class Proposals:
         found = modelled | {slot: tokens for slot, tokens in drafts.items() if tokens}
         if not found:
             return NO_PROPOSALS
-        return cls(
-            np.array(list(found), np.int32),
-            np.array([len(tokens) for tokens in found.values()], np.int32),
-            np.array([token for tokens in found.values() for token in tokens], np.int32),
-            len(modelled),
-            took_us,
-        )
+        counts = np.fromiter(map(len, found.values()), np.int32, len(found))
+        tokens = np.fromiter(chain.from_iterable(found.values()), np.int32, int(counts.sum()))
+        return cls(np.fromiter(found, np.int32, len(found)), counts, tokens, len(modelled), took_us)
 
 
 NO_PROPOSALS = Proposals(NO_INT32, NO_INT32, NO_INT32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,14 @@ class History:
     """The last tokens of a slot, at most `tokens_max`, with an index of their runs.
 
     For each length of a run there is a hash table: `heads[bucket]` is the place behind the latest run of the bucket,
-    and `chains[place]` the place behind the run before it. A run is indexed once a token follows it.
+    and `chains[place]` the place behind the run before it. A run is indexed once a token follows it. `_mixed` are the
+    hashes of the last token, the last two and the last three, which go on from token to token; those of more tokens
+    than there are mean nothing.
     """
 
     def __init__(self, tokens: Int32Array, tokens_max: int, most: int) -> None:
         self._tokens_max, self._most, self.count = tokens_max, most, 0
+        self._mixed = (0, 0, 0)
         self._load(tokens[-tokens_max // 2 :] if len(tokens) >= tokens_max else tokens)
 
     @property
@@ -34,22 +37,37 @@ class History:
         """Memory of the tokens and the index."""
         return self.tokens.nbytes + sum(table.nbytes for table in (*self._heads, *self._chains))
 
-    def append(self, token: int) -> None:
-        """Add a token."""
-        if self.count == len(self.tokens):
-            kept = self.tokens[self.count // 2 :] if self.count == self._tokens_max else self.tokens
-            self._load(kept.copy())
-        place, shift = self.count, self._shift
-        for mixed, heads, chains in zip(self._mixed, self._heads_view, self._chains_view, strict=True):
-            if mixed != NONE:
-                bucket = mixed >> shift
-                chains[place] = heads[bucket]
-                heads[bucket] = place
-        self._view[place] = token
-        self.count = place + 1
-        self._look_at_end()
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens."""
+        done = 0
+        while done < len(tokens):
+            if self.count == len(self.tokens):
+                kept = self.tokens[self.count // 2 :] if self.count == self._tokens_max else self.tokens
+                self._load(kept.copy())
+            part = tokens[done : done + len(self.tokens) - self.count]
+            self._write(part)
+            done += len(part)
 
-    def following(self, others: Sequence[History] = (), run_min: int = 0) -> list[int]:
+    def _write(self, tokens: Sequence[int]) -> None:
+        """Add tokens that there is room for. The next step of a GPU waits for this."""
+        place, shift, view = self.count, self._shift, self._view
+        (threes, twos), (older_threes, older_twos) = self._heads_view, self._chains_view
+        one, two, three = self._mixed
+        for token in tokens:
+            if place >= 3:
+                bucket = three >> shift
+                older_threes[place], threes[bucket] = threes[bucket], place
+            if place >= 2:
+                bucket = two >> shift
+                older_twos[place], twos[bucket] = twos[bucket], place
+            view[place] = token
+            place += 1
+            mixed = (token + 1) * MIX & WORD
+            one, two, three = mixed, (one * MIX + mixed) & WORD, (two * MIX + mixed) & WORD
+        self.count, self._mixed = place, (one, two, three)
+        self._last = view[max(0, place - LENGTHS[0]) : place].tolist()
+
+    def following(self, others: Iterable[History] = (), run_min: int = 0) -> list[int]:
         """Return the tokens that followed the latest earlier occurrence of the last tokens; none without one.
 
         The last three tokens are looked up first: in this history, then in the others; then the last two, in this
@@ -60,11 +78,10 @@ class History:
             others: Histories of other requests, in the order in which they are searched.
             run_min: The fewest last tokens to look up.
         """
-        longest, *shorter = zip(LENGTHS, self._mixed, strict=True)
-        for length, mixed in (longest, *shorter):
-            if mixed == NONE or length < run_min:
+        for length in LENGTHS:
+            if not run_min <= length <= self.count:
                 continue
-            run = self._last[-length:]
+            run, mixed = self._last[-length:], self._mixed[length - 1]
             place = self._behind(run, mixed)
             if place != NONE:
                 return self._from(place)
@@ -93,11 +110,6 @@ class History:
             place = chains[place]
         return NONE
 
-    def _look_at_end(self) -> None:
-        """Note the last tokens, and the hash of their run of each length; NONE for a length that they lack."""
-        self._last = self._view[max(0, self.count - LENGTHS[0]) : self.count].tolist()
-        self._mixed = [_mixed(self._last[-length:]) if length <= self.count else NONE for length in LENGTHS]
-
     def _load(self, tokens: npt.NDArray[np.int32]) -> None:
         """Replace the tokens, with room for more, and index them anew."""
         size = min(self._tokens_max, max(FIRST_TOKENS, 1 << len(tokens).bit_length()))
@@ -112,10 +124,11 @@ class History:
         self._view = self.tokens.data
         self._heads_view = [heads.data for heads in self._heads]
         self._chains_view = [chains.data for chains in self._chains]
-        self._look_at_end()
+        self._last = self.tokens[max(0, self.count - LENGTHS[0]) : self.count].tolist()
+        self._mixed = (_mixed(self._last[-1:]), _mixed(self._last[-2:]), _mixed(self._last[-3:]))
 
     def _index(self, length: int, heads: npt.NDArray[np.int32], chains: npt.NDArray[np.int32]) -> None:
-        """Index all runs of a length, as `append` does one by one."""
+        """Index all runs of a length, as `extend` does one by one."""
         places = np.arange(length, self.count, dtype=np.int32)
         if not len(places):
             return

@@ -65,9 +65,7 @@ class LookupDrafter:
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; see `Drafter.append`."""
         if slot in self._of:
-            history = self._of[slot][1]
-            for token in tokens:
-                history.append(token)
+            self._of[slot][1].extend(tokens)
 
     def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:  # noqa: ARG002
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""

@@ -7,6 +7,8 @@ answer comes would otherwise tell one tenant what another has read.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from itertools import islice
 
 from .history import History
 
@@ -46,15 +48,9 @@ class RecentHistories:
             if not own:
                 del self._of[number]
 
-    def others(self, number: int, history: History) -> list[History]:
-        """Return the newest histories under a number, without this one; at most SEARCHED_MAX."""
-        found: list[History] = []
-        for each in self._of.get(number, ()):
-            if len(found) == SEARCHED_MAX:
-                break
-            if each is not history:
-                found.append(each)
-        return found
+    def others(self, number: int, history: History) -> Iterator[History]:
+        """Yield the newest histories under a number, without this one; at most SEARCHED_MAX."""
+        return islice((each for each in self._of.get(number, ()) if each is not history), SEARCHED_MAX)
 
     def forget(self) -> None:
         """Forget all."""

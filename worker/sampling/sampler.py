@@ -120,7 +120,8 @@ class HostRows:
         widest = max(part.top_tokens.shape[1] for part in parts)
 
         def padded(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.pad(array, ((0, 0), (0, widest - array.shape[1])))
+            missing = widest - array.shape[1]
+            return np.pad(array, ((0, 0), (0, missing))) if missing else array
 
         return HostRows(
             np.concatenate([part.tokens for part in parts]),

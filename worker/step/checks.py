@@ -284,12 +284,14 @@ def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArr
         lowest, highest = np.minimum.reduceat(rows.tokens, first), np.maximum.reduceat(rows.tokens, first)
     if rows.drafts is not None:
         suspect |= bad_drafts(rows.drafts, rows.counts, rows.samples, lowest, rows.generated, limits.drafts_max)
-    suspect |= (lowest < NO_TOKEN) | (highest >= limits.vocab_size)
-    suspect |= (lowest == NO_TOKEN) & ~has_sampled[np.where(outside, 0, slots)]
-    # Viewed as unsigned, negative ids are large. Entries past a row's last block are not read.
-    impossible = rows.tables.view(np.uint32) >= limits.blocks
-    impossible &= np.arange(width) < -(-ends // limits.block_size)[:, None]
-    suspect |= impossible.any(axis=1)
+    # Viewed as unsigned, negative ids are large.
+    if rows.tokens.view(np.uint32).max() >= limits.vocab_size:
+        suspect |= (lowest < NO_TOKEN) | (highest >= limits.vocab_size)
+        suspect |= (lowest == NO_TOKEN) & ~has_sampled[np.where(outside, 0, slots)]
+    if rows.tables.view(np.uint32).max(initial=0) >= limits.blocks:  # entries past a row's last block are not read
+        impossible = rows.tables.view(np.uint32) >= limits.blocks
+        impossible &= np.arange(width) < -(-ends // limits.block_size)[:, None]
+        suspect |= impossible.any(axis=1)
     if rows.states is not None:
         suspect |= (rows.states.view(np.uint32) >= limits.blocks).any(axis=1)
         suspect |= (np.diff(np.sort(rows.states, axis=1), axis=1) == 0).any(axis=1)

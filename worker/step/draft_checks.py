@@ -68,8 +68,9 @@ def bad_drafts(
         generated: [sum(counts)] bool, the generated tokens.
         drafts_max: The most drafted tokens of a row.
     """
-    bad = (drafts != counts - 1) | (drafts > drafts_max) | (samples != 1)
-    bad |= (lowest <= NO_TOKEN) | ~np.logical_and.reduceat(generated, np.cumsum(counts) - counts)
+    bad = (drafts != counts - 1) | (drafts > drafts_max) | (samples != 1) | (lowest <= NO_TOKEN)
+    if not generated.all():
+        bad |= ~np.logical_and.reduceat(generated, np.cumsum(counts) - counts)
     return np.asarray(bad & (drafts > 0))
 
 

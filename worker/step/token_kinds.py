@@ -51,13 +51,17 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     if len(alone) == len(rows) or not alone.any():
         return rows, alone if len(alone) == len(rows) else np.zeros(len(rows), np.bool_)
     first = np.cumsum(rows.counts) - rows.counts  # where each row begins among the tokens
-    begins = alone.copy()
-    begins[1:] |= alone[:-1]
-    begins[first] = True
-    (places,) = np.nonzero(begins)
-    of = np.searchsorted(first, places, side="right") - 1
+    if alone.all():  # a GPU is idle while this looks at a step with drafts
+        places, of = np.arange(len(alone)), np.repeat(np.arange(len(rows)), rows.counts)
+        counts = np.ones(len(alone), np.int32)
+    else:
+        begins = alone.copy()
+        begins[1:] |= alone[:-1]
+        begins[first] = True
+        (places,) = np.nonzero(begins)
+        of = np.searchsorted(first, places, side="right") - 1
+        counts = np.diff(np.append(places, len(alone)))
     last = np.append(of[1:] != of[:-1], True)
-    counts = np.diff(np.append(places, len(alone)))
     starts = rows.starts[of] + places - first[of]
     samples = np.where(last if rows.drafts is None else last | (rows.drafts[of] > 0), rows.samples[of], 0)
     states = None if rows.states is None else rows.states[of]
@@ -67,8 +71,8 @@ def split_by_kind(rows: Rows) -> tuple[Rows, BoolArray]:
     cut = Rows(
         rows.slots[of],
         starts.astype(np.int32),
-        counts.astype(np.int32),
-        samples.astype(np.int32),
+        counts.astype(np.int32, copy=False),
+        samples.astype(np.int32, copy=False),
         rows.tokens,
         rows.tables[of],
         alone,
