@@ -66,6 +66,16 @@ def test_proposals_equal_a_search_through_the_history(alphabet: int, begun: int)
     assert found > 20
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 20])
+def test_the_first_tokens_of_an_empty_history_are_found(pieces: int) -> None:
+    for tokens, following in (([5, 6, 7, 1, 5, 6], [7, 1]), ([5, 6, 7, 8, 6, 7, 9, 5, 6, 7], [8, 6])):
+        drafter = LookupDrafter(1)
+        drafter.begin(0, NO_INT32, NO_INT32, MOST)
+        for first in range(0, len(tokens), pieces):
+            drafter.append(0, tokens[first : first + pieces])
+        assert proposed(drafter, 0, 2) == following
+
+
 def test_the_longer_run_and_then_the_later_place_count() -> None:
     drafter = LookupDrafter(1)
     drafter.begin(0, i4([7, 8, 9, 1, 5, 8, 9, 2, 7, 8, 9]), NO_INT32, MOST)
