@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
 from kvforge.coordinator.core.cache.row_costs import RowCosts
-from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, pays, put_off
+from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, likeliest, pays, put_off
 from kvforge.protocol.messages import StepResult
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.test_drafts import Drafter, drafted, state_of
@@ -64,6 +66,30 @@ def test_each_draft_needs_those_before_it() -> None:
 )
 def test_as_many_drafts_as_pay(row_us: int, way_us: int, chance: int, count: int) -> None:
     assert best(costs(row_us, way_us), 1, Chances(chance, chance).of(8)) == count
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_other_number_of_drafts_is_better(seed: int) -> None:
+    """The bisection finds what a trial of each number finds: the first one with the most tokens in a time."""
+    draw = random.Random(seed)
+    found, rows, margin = costs(draw.choice((0, 5, 60, 3000)), draw.choice((0, 300, 2000))), draw.choice((1, 16)), 4
+    runs = {slot: drawn(draw).of(draw.randrange(1, 17)) for slot in draw.sample(range(99), draw.randrange(1, 20))}
+    each = sorted(((chance, slot) for slot, run in runs.items() for chance in run), key=lambda draft: -draft[0])
+    chances = [chance for chance, _ in each]
+    count, most, least = 0, rows * CERTAIN * (margin + 1), found.of(rows) * margin
+    for number in range(1, len(chances) + 1):
+        tokens, took = rows * CERTAIN + sum(chances[:number]), found.of(rows, 1) + (number - 1) * found.line.token
+        if tokens * least > most * took:
+            count, most, least = number, tokens, took
+    assert best(found, rows, chances, margin=margin) == count
+    for chosen in (0, count, len(chances) // 2, len(chances)):
+        numbers = Counter(slot for _, slot in each[:chosen])
+        assert [*likeliest(runs, chances, chosen).items()] == [*numbers.items()]
+
+
+def drawn(draw: random.Random) -> Chances:
+    """Return chances, some of which are often equal."""
+    return Chances(*(draw.choice((0, 512, 1000, CERTAIN, draw.randrange(CERTAIN))) for _ in range(2)))
 
 
 def test_a_cost_is_that_of_all_rows_and_of_the_way_of_a_result_with_drafts() -> None:

@@ -187,7 +187,7 @@ def drafts_beyond_the_last_block() -> list[Patch]:
 @fault
 def blocks_of_rejected_drafts_kept() -> list[Patch]:
     """Blocks that no accepted token uses stay with their row."""
-    return [(Residency, "give_back", lambda self, slots: None)]
+    return [(Residency, "give_back", lambda self, group, slots: None)]
 
 
 @fault
@@ -212,14 +212,13 @@ def blocks_of_rejected_drafts_indexed() -> list[Patch]:
     """Blocks that rows give back are indexed, as if all that was written into them were their rows' own tokens."""
     real = Residency.give_back
 
-    def give_back(self: Residency, slots: Any) -> None:
+    def give_back(self: Residency, group: Group, slots: Any) -> None:
         s = self._sequences
         computed = s.computed[slots]
         s.computed[slots] = s.used[slots] * s.block_size
-        for number in set(s.pool[slots].tolist()):
-            self._indexing.filled(self._groups[number])
+        self._indexing.filled(group)
         s.computed[slots] = computed
-        real(self, slots)
+        real(self, group, slots)
 
     return [(Residency, "give_back", give_back)]
 
@@ -244,13 +243,13 @@ def drafts_beyond_max_tokens() -> list[Patch]:
     """Drafts may take a request beyond the tokens that it asked for."""
     real = Drafts._wanted
 
-    def wanted(self: Drafts, group: Group, slot: int, proposal: Any) -> int:
+    def wanted(self: Drafts, group: Group, slots: Any, proposals: Any) -> list[int]:
         limit = self._rows.limit
-        limit[slot] += 8
+        limit[slots] += 8
         try:
-            return real(self, group, slot, proposal)
+            return real(self, group, slots, proposals)
         finally:
-            limit[slot] -= 8
+            limit[slots] -= 8
 
     return [(Drafts, "_wanted", wanted)]
 
@@ -265,8 +264,8 @@ def more_drafts_than_rows() -> list[Patch]:
 def drafts_sent_as_prompt_tokens() -> list[Patch]:
     """Drafts are sent without the mark of generated tokens."""
 
-    def unmarked(tokens: Any, slots: Any, counts: Any, drafts: Any, marked: bool) -> None:
-        place(tokens, slots, counts, drafts, False)
+    def unmarked(tokens: Any, slots: Any, counts: Any, drafts: Any, marked: bool) -> Any:
+        return place(tokens, slots, counts, drafts, False)
 
     return [(scheduler, "place", unmarked)]
 
@@ -275,14 +274,12 @@ def drafts_sent_as_prompt_tokens() -> list[Patch]:
 def draft_of_another_row() -> list[Patch]:
     """The drafts of a step are those of its rows in another order."""
 
-    def rolled(tokens: Any, slots: Any, counts: Any, drafts: Any, marked: bool) -> None:
-        own = list(drafts)
-        swapped = dict(zip(own, np.roll(own, 1).tolist(), strict=True))
-        ends = dict(zip(slots.tolist(), np.cumsum(counts).tolist(), strict=True))
-        place(tokens, slots, counts, drafts, marked)
-        for slot, other in swapped.items():
+    def rolled(tokens: Any, slots: Any, counts: Any, drafts: Any, marked: bool) -> Any:
+        own, ends = list(drafts), dict(zip(slots.tolist(), np.cumsum(counts).tolist(), strict=True))
+        for slot, other in zip(own, np.roll(own, 1).tolist(), strict=True):
             if slot != other:  # the row feeds what another one would
-                tokens[ends[slot] - len(drafts[slot]) - 1] = tokens[ends[other] - len(drafts[other]) - 1]
+                tokens[ends[slot] - 1] = tokens[ends[other] - 1]
+        return place(tokens, slots, counts, drafts, marked)
 
     return [(scheduler, "place", rolled)]
 

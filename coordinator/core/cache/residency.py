@@ -363,14 +363,29 @@ class Residency:
             self._windows.trim(group, slot, int(s.scheduled[slot]) // s.block_size + 1)
         self._row_changed(slot)
 
-    def give_back(self, slots: Slots) -> None:
-        """Release the blocks that rows got for drafts and that hold no token: [n] slots without pending tokens."""
+    def give_back(self, group: Group, slots: Slots) -> None:
+        """Release the blocks that rows of a group got for drafts and that hold no token.
+
+        Args:
+            group: The group.
+            slots: The slots of the rows, [n], none with pending tokens.
+        """
         s = self._sequences
         needed = -(-s.length[slots] // s.block_size)
         more = s.used[slots] > needed
-        for slot, keep in zip(slots[more].tolist(), needed[more].tolist(), strict=True):
-            self._release_beyond(slot, keep)
-        s.changed_rows.append(slots[more])
+        slots, needed = slots[more], needed[more]
+        if not slots.size:
+            return
+        s.changed_rows.append(slots)
+        rows = zip(slots.tolist(), needed.tolist(), s.used[slots].tolist(), strict=True)
+        if group.window_pages:
+            for slot, keep, _ in rows:
+                self._release_beyond(slot, keep)
+            return
+        # All at once takes as long as one row. Blocks become free from the last one on, as if row came after row.
+        parts = [s.table[slot, keep:used] for slot, keep, used in rows]
+        group.release(np.concatenate(parts[::-1], dtype=np.int64), int(np.maximum.reduce(s.last_step[slots])))
+        s.used[slots] = needed
 
     def _release_beyond(self, slot: int, keep: int) -> None:
         """Release all but the first `keep` blocks of a sequence."""

@@ -14,7 +14,11 @@ draft of each row, so that costs are known anew. Where drafts pay, one step of 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, chain
+from operator import neg
 from typing import NamedTuple
 
 from ..cache.groups import Group
@@ -28,6 +32,7 @@ TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
 BEGIN_MARGIN = 4  # of drafts that begin within a wait
 LOOK_EVERY = 4  # results of a wait until the next look whether drafts pay now
+RUNS_KEPT = 1 << 10  # runs of chances that are kept
 MARGIN = 16  # drafts must gain 1 / MARGIN: chances and costs are estimates
 
 
@@ -69,18 +74,24 @@ class Chances(NamedTuple):
         """Return what a new request begins with if these are its group's chances: its first draft is a toss at most."""
         return Chances(min(self.first, CERTAIN // 2), self.later)
 
-    def towards(self, other: Chances) -> Chances:
-        """Return these chances moved by 1 / GROUP_OF of the way to others."""
-        first, later = self
-        return Chances(first + (other.first - first) // GROUP_OF, later + (other.later - later) // GROUP_OF)
-
     def of(self, drafts: int) -> list[int]:
         """Return the chance of each of so many drafts to become a token."""
-        found, each = [], self.first
-        for _ in range(drafts):
-            found.append(each)
-            each = each * self.later // CERTAIN
-        return found
+        return [*_run(self.first, self.later, drafts)]
+
+
+@lru_cache(RUNS_KEPT)
+def _run(first: int, later: int, drafts: int) -> tuple[int, ...]:
+    """Return `Chances.of`. A plan asks for the runs that the result before it has asked for."""
+    found, each = [], first
+    for _ in range(drafts):
+        found.append(each)
+        each = each * later // CERTAIN
+    return tuple(found)
+
+
+def towards(own: int, other: int) -> int:
+    """Return a chance of a group, moved by 1 / GROUP_OF of the way to that of a request."""
+    return own + (other - own) // GROUP_OF
 
 
 def _kept(chance: int, good: int, tried: int) -> int:
@@ -97,15 +108,20 @@ def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = F
         waited: The step waits for a result in any case.
         margin: They must gain 1 / margin.
     """
-    tokens, row = rows * CERTAIN, costs.line.token
-    took = costs.of(rows, 1) - row
-    count, most, least = 0, tokens + tokens // margin, took if waited else costs.of(rows)
-    for number, chance in enumerate(chances, 1):
-        tokens += chance
-        took += row
-        if tokens * least > most * took:
-            count, most, least = number, tokens, took
-    return count
+    plain, row = rows * CERTAIN, costs.line.token
+    base = costs.of(rows, 1) - row
+    tokens = list(accumulate(chances, initial=plain))
+    # Each draft adds as much time as the one before it, and no more tokens. So those that shorten the time per token
+    # come first, and bisection finds the last one among hundreds.
+    count, end = min(1, len(chances)), len(chances)
+    while count < end:
+        middle = (count + end + 1) // 2
+        if chances[middle - 1] * (base + row * (middle - 1)) > tokens[middle - 1] * row:
+            count = middle
+        else:
+            end = middle - 1
+    least = base if waited else costs.of(rows)
+    return count if tokens[count] * least > (plain + plain // margin) * (base + row * count) else 0
 
 
 def choose(
@@ -120,15 +136,15 @@ def choose(
         chances: The chances of each slot's drafts.
         asked: Some of the proposals were asked of a draft model.
     """
-    each = [(chance, slot) for slot, most in wanted.items() for chance in chances[slot].of(most)]
-    each.sort(key=lambda draft: -draft[0])
+    runs = {slot: chances[slot].of(most) for slot, most in wanted.items()}
+    each = _highest_first(runs.values())
     costs, is_trial = group.row_costs, group.drafts_from > 0
     if not asked:
         group.drafts_from = 0  # of lookup
     if not costs.has_times or (asked and group.model_drafts.trying):
         count = len(each)
     elif asked:
-        count = best(costs, rows, [chance for chance, _ in each], waited=True)
+        count = best(costs, rows, each, waited=True)
     elif costs.plain_way == UNKNOWN:
         count = 0  # this step and one that overlaps it tell what a step without drafts takes
     elif is_trial:
@@ -138,11 +154,42 @@ def choose(
     elif not costs.is_known:
         count = len(wanted)
     else:
-        count = _best_or_wait(group, rows, wanted, [chance for chance, _ in each])
-    found: dict[int, int] = {}
-    for _, slot in each[:count]:
-        found[slot] = found.get(slot, 0) + 1
-    return found
+        count = _best_or_wait(group, rows, wanted, each)
+    return likeliest(runs, each, count)
+
+
+def _highest_first(runs: Iterable[Sequence[int]]) -> list[int]:
+    """Return all chances of some runs, the highest first."""
+    each = list(chain.from_iterable(runs))
+    each.sort(reverse=True)
+    return each
+
+
+def likeliest(runs: Mapping[int, Sequence[int]], each: Sequence[int], count: int) -> dict[int, int]:
+    """Return how many of the `count` likeliest drafts each slot has; of equal ones, those of the first slots count.
+
+    Args:
+        runs: The chances of each slot's drafts, the highest first.
+        each: The chances of all drafts, the highest first.
+        count: How many drafts to choose.
+
+    Returns:
+        By slot, the one with the likeliest draft first.
+    """
+    if not count:
+        return {}
+    if count == len(each):
+        numbers = {slot: len(run) for slot, run in runs.items()}
+    else:
+        least = each[count - 1]
+        numbers = {slot: bisect_left(run, -least, key=neg) for slot, run in runs.items()}
+        left = count - sum(numbers.values())
+        for slot, run in runs.items():
+            equal = min(left, bisect_right(run, -least, key=neg) - numbers[slot])
+            numbers[slot] += equal
+            left -= equal
+    order = sorted((slot for slot, number in numbers.items() if number), key=lambda slot: -runs[slot][0])
+    return {slot: numbers[slot] for slot in order}
 
 
 def pays(
@@ -162,7 +209,7 @@ def pays(
         goes_on: Whether most of the slots had proposals with earlier results too, which have been right.
     """
     costs, first = group.row_costs, int(bool(group.sent) and not goes_on)
-    each = sorted((chance for slot, most in wanted.items() for chance in chances[slot].of(most)[first:]), reverse=True)
+    each = _highest_first(chances[slot].of(most)[first:] for slot, most in wanted.items())
     if MARGIN * sum(each) <= rows * CERTAIN:
         return False
     if not costs.is_known or not costs.has_times:

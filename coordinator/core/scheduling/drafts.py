@@ -18,10 +18,10 @@ stop token: what is accepted behind it would be in the state. Their drafts end w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import SamplingParams, StepResult
@@ -30,7 +30,7 @@ from kvforge.protocol.salts import tenant_salt
 from ..cache.groups import Group, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.model_drafts import own_chance, own_counts
-from ..cache.sequences import Slots, generated
+from ..cache.sequences import ONE, Slots, Tokens, generated
 from ..requests.request import UNKNOWN, Request
 from ..requests.table import RequestTable
 from ..sizes import DRAFT_HISTORY_TOKENS
@@ -39,6 +39,7 @@ from .rows import RunningRows
 
 ChosenDrafts = Mapping[int, tuple[int, ...]]  # by slot
 NO_DRAFTS: ChosenDrafts = {}
+Proposal = tuple[int, int, tuple[int, ...], Request]  # slot, run, tokens, and the request that they are for
 
 
 class Drafts:
@@ -96,26 +97,29 @@ class Drafts:
             draft_asks.put_off(group, sent.slots.size)
         if self._room(group) < 1:
             return
-        for slot, tokens, request in self._proposed(sent, result):
+        proposed = self._proposed(sent, result)
+        for (slot, run, tokens, request), most in zip(proposed, self._wanted_of(group, proposed), strict=True):
             if not request.draft_by_model:
-                group.expected.setdefault(slot, (int(self._rows.run[slot]), 0, tokens))
-            most = self._wanted(group, slot, tokens)
+                group.expected.setdefault(slot, (run, 0, tokens))
             if most > 0 and (request.draft_by_model or request.draft_chance != UNKNOWN):
                 group.proposals[slot] = tokens[:most]
         if group.proposals:
             group.steady = None
 
-    def _proposed(self, sent: SentStep, result: StepResult) -> Iterator[tuple[int, tuple[int, ...], Request]]:
-        """Yield the proposals of a result for rows that still run: slot, tokens, and the request that they are for."""
-        s, tokens, end = self._cache.sequences, result.draft_tokens.tolist(), 0
+    def _proposed(self, sent: SentStep, result: StepResult) -> list[Proposal]:
+        """Return the proposals of a result for rows that still run."""
+        s, slots, live = self._cache.sequences, result.draft_slots, self._requests.live
+        tokens, end, found = result.draft_tokens.tolist(), 0, list[Proposal]()
         runs = dict(zip(sent.slots.tolist(), sent.runs.tolist(), strict=True))
-        rows = zip(result.draft_slots.tolist(), result.draft_counts.tolist(), strict=True)
-        for number, (slot, count) in enumerate(rows):
+        own = (self._rows.run[slots].tolist(), s.running[slots].tolist(), s.request[slots].tolist())
+        rows = zip(slots.tolist(), result.draft_counts.tolist(), *own, strict=True)
+        for number, (slot, count, run, is_running, request_id) in enumerate(rows):
             first, end = end, end + count
-            if self._rows.run[slot] == runs[slot] and s.running[slot]:
-                request = self._requests.live[int(s.request[slot])]
+            if is_running and run == runs[slot]:
+                request = live[request_id]
                 request.draft_by_model = number < result.draft_model_rows
-                yield slot, tuple(tokens[first:end]), request
+                found.append((slot, run, tuple(tokens[first:end]), request))
+        return found
 
     def _forget_older(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Forget the proposals of rows that have a token in a result, and compare those that were only expected."""
@@ -127,22 +131,22 @@ class Drafts:
 
     def _take(self, group: Group, sent: SentStep, result: StepResult) -> None:
         self._forget_older(group, sent, result)
-        if not result.draft_slots.size or self._room(group) < 1:
+        if not result.draft_slots.size or (room := self._room(group)) < 1:
             return
-        kept, going_on = dict[int, tuple[int, ...]](), 0
-        for slot, tokens, request in self._proposed(sent, result):
+        kept, requests, going_on = dict[int, tuple[int, ...]](), dict[int, Request](), 0
+        proposed = self._proposed(sent, result)
+        for (slot, run, tokens, request), most in zip(proposed, self._wanted_of(group, proposed), strict=True):
             going_on += slot in group.expected
-            group.expected.setdefault(slot, (int(self._rows.run[slot]), 0, tokens))
-            most = self._wanted(group, slot, tokens)
+            group.expected.setdefault(slot, (run, 0, tokens))
             if most > 0 and (request.draft_chance != UNKNOWN or not group.row_costs.is_known):
-                kept[slot] = tokens[:most]
+                kept[slot], requests[slot] = tokens[:most], request
         waits = group.next_step < group.drafts_from
         if not kept or (waits and sent.step_id % draft_choice.LOOK_EVERY):
             return
-        room = self._room(group)
         slots = self._with_states(group, [*kept], room)
-        wanted = {slot: min(room // len(slots), len(kept[slot])) for slot in slots}
-        chances = {slot: self._chances(group, slot) for slot in slots}
+        each = room // len(slots)
+        wanted = {slot: min(each, len(kept[slot])) for slot in slots}
+        chances = {slot: self._chances(group, requests[slot]) for slot in slots}
         if draft_choice.pays(group, group.running, wanted, chances, goes_on=2 * going_on >= len(kept)):
             group.proposals |= kept
             group.steady = None
@@ -151,24 +155,25 @@ class Drafts:
 
     def _observe(self, group: Group, sent: SentStep, result: StepResult) -> None:
         """Compare the tokens of a result with what was expected of rows that had no drafts."""
-        s, drafts = self._cache.sequences, sent.message.drafts
-        drafted = frozenset(sent.message.slots[drafts > 0].tolist()) if drafts.size else frozenset[int]()
+        s, step, expected = self._cache.sequences, sent.message, group.expected
+        rows = zip(step.slots.tolist(), step.drafts.tolist(), strict=True) if step.drafts.size else ()
+        drafted = {slot for slot, count in rows if count}
         for slot, token in zip(result.slots.tolist(), result.tokens.tolist(), strict=True):
-            if (found := group.expected.pop(slot, None)) is None:
+            if (found := expected.pop(slot, None)) is None or slot in drafted:
                 continue
             run, place, tokens = found
-            if run != self._rows.run[slot] or slot in drafted or not s.running[slot]:
+            if run != self._rows.run[slot] or not s.running[slot]:
                 continue
             request, is_right = self._requests.live[int(s.request[slot])], token == tokens[place]
             self._know(group, request, self._looked_up(group, request).observed(place, is_right))
             if is_right and place + 1 < len(tokens):
-                group.expected[slot] = run, place + 1, tokens
+                expected[slot] = run, place + 1, tokens
 
     def _know(self, group: Group, request: Request, chances: draft_choice.Chances) -> None:
         """Give a request new chances, and move those of its group."""
-        request.draft_chance, request.draft_later = chances
-        own = draft_choice.Chances(group.draft_chance, group.draft_later)
-        group.draft_chance, group.draft_later = own.towards(chances)
+        request.draft_chance, request.draft_later = first, later = chances
+        group.draft_chance = draft_choice.towards(group.draft_chance, first)
+        group.draft_later = draft_choice.towards(group.draft_later, later)
 
     def most(self, group: Group) -> int:
         """Return how many tokens the group's worker may propose for a row; 0: none."""
@@ -194,12 +199,28 @@ class Drafts:
         room = self._rows_max - group.running if self._most else 0
         return min(room, group.draft_states) if group.state_blocks else room
 
-    def _wanted(self, group: Group, slot: int, proposal: Sequence[int]) -> int:
-        """Return how many drafts of a row's proposal may be verified next; 0 or less for none."""
-        s = self._cache.sequences
-        length = int(s.length[slot]) + int(s.pending[slot])
-        most = min(self.most(group), int(self._rows.limit[slot]) - length - 1, len(proposal))
-        return self._over_state(group, slot, length - 1, proposal[:most]) if group.state_blocks and most > 0 else most
+    def _wanted_of(self, group: Group, proposed: Sequence[Proposal]) -> list[int]:
+        return self._wanted(group, [each[0] for each in proposed], [each[2] for each in proposed])
+
+    def _wanted(self, group: Group, slots: Sequence[int], proposals: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many drafts of each row's proposal may be verified next; 0 or less for none.
+
+        Args:
+            group: The group.
+            slots: The slots of the rows, [n].
+            proposals: What is proposed for each, [n].
+        """
+        s, rows, most = self._cache.sequences, np.array(slots, np.int64), self.most(group)
+        length = s.length[rows] + s.pending[rows]
+        left = (self._rows.limit[rows] - length - ONE).tolist()
+        wanted = [min(most, room, len(tokens)) for room, tokens in zip(left, proposals, strict=True)]
+        if group.state_blocks:
+            each = zip(slots, (length - ONE).tolist(), proposals, wanted, strict=True)
+            wanted = [
+                self._over_state(group, slot, start, tokens[:count]) if count > 0 else count
+                for slot, start, tokens, count in each
+            ]
+        return wanted
 
     def _over_state(self, group: Group, slot: int, start: int, proposal: Sequence[int]) -> int:
         """Return how many drafts of a row with a recurrent state may be verified, if its next token is at `start`."""
@@ -214,12 +235,14 @@ class Drafts:
     def _with_states(self, group: Group, slots: list[int], room: int) -> list[int]:
         """Return the slots that may have drafts: where there are fewer states than slots, those of the likeliest."""
         if 0 < room < len(slots) and group.state_blocks:
-            return sorted(slots, key=lambda slot: -self._chances(group, slot).first)[:room]
+            return sorted(slots, key=lambda slot: -self._chances(group, self._request(slot)).first)[:room]
         return slots
 
-    def _chances(self, group: Group, slot: int) -> draft_choice.Chances:
-        """Return the chances of a row's request, or of its group's requests while it has none."""
-        request = self._requests.live[int(self._cache.sequences.request[slot])]
+    def _request(self, slot: int) -> Request:
+        return self._requests.live[int(self._cache.sequences.request[slot])]
+
+    def _chances(self, group: Group, request: Request) -> draft_choice.Chances:
+        """Return the chances of a request, or of its group's requests while it has none."""
         return self._modelled(group, request) if request.draft_by_model else self._looked_up(group, request)
 
     def _modelled(self, group: Group, request: Request) -> draft_choice.Chances:
@@ -257,49 +280,47 @@ class Drafts:
             prefilling: The step may have prompt tokens too, and at least half of what decodes leave is theirs.
             may_reserve: Nothing else asks for blocks, so drafts may get some for this step.
         """
-        s, wanted, chances = self._cache.sequences, dict[int, int](), dict[int, draft_choice.Chances]()
-        proposed = [slot for slot in decodes.tolist() if slot in group.proposals]
+        s, proposals = self._cache.sequences, group.proposals
+        proposed = [slot for slot in decodes.tolist() if slot in proposals]
         room = self._room(group)
         if prefilling:
             left = self._step_tokens_max - decodes.size
             room = min(room, left // 2, left - group.prompt_chunk)  # any less is no chunk of a state
         proposed = self._with_states(group, proposed, room)
-        for slot in proposed:
-            assert not s.pending[slot], "a row with drafts awaits a token"
-            count = min(room // len(proposed), self._wanted(group, slot, group.proposals[slot]))
-            if not may_reserve:
-                count = min(count, self._inside(slot))
-            if count > 0:
-                wanted[slot], chances[slot] = count, self._chances(group, slot)
-        asked = any(self._requests.live[int(s.request[slot])].draft_by_model for slot in wanted)
-        counts = draft_choice.choose(group, decodes.size, wanted, chances, asked=asked) if wanted else {}
-        short = {slot: count for slot, count in counts.items() if count > self._inside(slot)}
-        for slot in self._without_blocks(group, short):
-            counts[slot] = self._inside(slot)
-        chosen = {slot: group.proposals[slot][:count] for slot, count in counts.items() if count}
-        group.proposals.clear()
-        return chosen
+        rows = np.array(proposed, np.int64)
+        assert not np.count_nonzero(s.pending[rows]), "a row with drafts awaits a token"
+        # How many drafts the blocks of each row hold behind its next token.
+        inside = dict(zip(proposed, (s.used[rows] * s.block_size - s.length[rows] - ONE).tolist(), strict=True))
+        requests, each = s.request[rows].tolist(), room // max(1, len(proposed))
+        wanted, chances, asked = dict[int, int](), dict[int, draft_choice.Chances](), False
+        counts = self._wanted(group, proposed, [proposals[slot] for slot in proposed])
+        for slot, count, request_id in zip(proposed, counts, requests, strict=True):
+            most = min(each, count) if may_reserve else min(each, count, inside[slot])
+            if most > 0:
+                request = self._requests.live[request_id]
+                wanted[slot], chances[slot] = most, self._chances(group, request)
+                asked = asked or request.draft_by_model
+        chosen = draft_choice.choose(group, decodes.size, wanted, chances, asked=asked) if wanted else {}
+        short = {slot: count for slot, count in chosen.items() if count > inside[slot]}
+        for slot in self._without_blocks(group, short) if short else ():
+            chosen[slot] = inside[slot]
+        drafts = {slot: proposals[slot][:count] for slot, count in chosen.items() if count}
+        proposals.clear()
+        return drafts
 
     def _without_blocks(self, group: Group, counts: Mapping[int, int]) -> list[int]:
         """Give rows blocks for so many drafts; return those that get none."""
-        s = self._cache.sequences
-        of_tenant = dict[int, list[int]]()
-        for slot in counts:
-            of_tenant.setdefault(int(s.tenant[slot]), []).append(slot)
-        without = list[int]()
-        for some in of_tenant.values():
-            slots = np.array(some)
-            lengths = s.length[slots] + 1 + np.array([counts[slot] for slot in some])
-            if not self._cache.tables.grow_to(group, slots, lengths):
-                each = range(len(some)) if len(some) > 1 else ()
-                got = [at for at in each if self._cache.tables.grow_to(group, slots[at : at + 1], lengths[at : at + 1])]
-                without += [slot for at, slot in enumerate(some) if at not in got]
+        s, without = self._cache.sequences, list[int]()
+        rows = np.array([*counts], np.int64)
+        lengths = s.length[rows] + ONE + np.array([*counts.values()])
+        tenants = s.tenant[rows].tolist()
+        for tenant in dict.fromkeys(tenants):
+            own = [at for at, other in enumerate(tenants) if other == tenant]
+            if not self._cache.tables.grow_to(group, rows[own], lengths[own]):
+                for at in own:
+                    if len(own) == 1 or not self._cache.tables.grow_to(group, rows[at : at + 1], lengths[at : at + 1]):
+                        without.append(int(rows[at]))
         return without
-
-    def _inside(self, slot: int) -> int:
-        """Return how many drafts the blocks of a row hold behind its next token."""
-        s = self._cache.sequences
-        return int(s.used[slot]) * s.block_size - int(s.length[slot]) - 1
 
     def learn(self, group: Group, requests: Sequence[Request], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Adapt the chances of [n] requests to a result.
@@ -357,17 +378,21 @@ def draft_counts(slots: Slots, drafts: ChosenDrafts) -> Slots:
     return np.array([len(drafts.get(slot, ())) for slot in slots.tolist()], np.int64)
 
 
-def place(tokens: npt.NDArray[np.int32], slots: Slots, counts: Slots, drafts: ChosenDrafts, marked: bool) -> None:
-    """Write drafts into the input tokens of a step, in which each row's tokens are followed by room for them.
+def place(tokens: Tokens, slots: Slots, counts: Slots, drafts: ChosenDrafts, marked: bool) -> Tokens:
+    """Return the input tokens of a step with the drafts of each row behind its own tokens.
 
     Args:
-        tokens: Input tokens, [sum(counts)].
+        tokens: The rows' own tokens, [sum(counts)].
         slots: The rows, [n].
-        counts: Their tokens with drafts, [n].
+        counts: Their own tokens, [n].
         drafts: The drafts by slot.
         marked: Generated tokens have GENERATED added.
     """
-    for slot, end in zip(slots.tolist(), np.cumsum(counts).tolist(), strict=True):
-        if (own := drafts.get(slot)) is not None:
-            values = np.array(own, np.int32)
-            tokens[end - len(own) : end] = generated(values) if marked else values
+    each = [drafts.get(slot, ()) for slot in slots.tolist()]
+    values = np.array([*chain.from_iterable(each)], np.int32)
+    widths = np.array([counts, [len(own) for own in each]]).T.reshape(-1)  # own tokens and drafts in turns
+    is_draft = np.repeat(np.arange(widths.size) % 2 > 0, widths)
+    found = np.empty(is_draft.size, np.int32)
+    found[~is_draft] = tokens
+    found[is_draft] = generated(values) if marked else values
+    return found

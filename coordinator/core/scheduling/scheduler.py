@@ -262,6 +262,8 @@ class Scheduler:
         asking = slots[short]
         if copied.size:
             asking = self._ready(group, asking, np.ones(asking.size, np.int64))
+        elif not group.window_pages and self._cache.tables.grow(group, asking):
+            return np.sort(slots) if too_many else slots  # nearly always: each row has got its next block
         served = self._with_blocks(group, asking)
         return np.sort(np.concatenate([slots[~short], served]))
 
@@ -521,11 +523,12 @@ class Scheduler:
         known = s.length[slots]
         target = known + s.pending[slots]
         drafted = draft_counts(slots, drafts) if drafts else NO_SLOTS
-        samples = self._samples(slots, starts + (counts - drafted if drafts else counts), target)
+        own = counts - drafted if drafts else counts
+        samples = self._samples(slots, starts + own, target)
         samples[:idle] = False
-        tokens = self._inputs(group, slots, starts, counts, known)
+        tokens = self._inputs(group, slots, starts, own, known)
         if drafts:
-            place(tokens, slots, counts, drafts, group.wants_kinds)
+            tokens = place(tokens, slots, own, drafts, group.wants_kinds)
         begins, history = self._begins(group)
         scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
         s.scheduled[slots] += counts
@@ -533,7 +536,7 @@ class Scheduler:
         only = tokens.size == slots.size
         prefill_tokens = 0 if only else tokens.size - int(np.count_nonzero(counts == 1))
         if drafts:
-            prefill_tokens -= int((drafted + (drafted > 0)).sum())
+            prefill_tokens -= int(np.add.reduce(drafted)) + int(np.count_nonzero(drafted))
         sampled = slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)

@@ -121,7 +121,7 @@ class StepResults:
             self._cache.indexing.filled(group)
         group.pool.step_done(sent.step_id)
         if verified.size:
-            self._cache.residency.give_back(verified)
+            self._cache.residency.give_back(group, verified)
         if leaving.size:
             windows.release_behind(group, leaving, behind)
         if group.forming:
@@ -451,10 +451,9 @@ class StepResults:
         offsets = (at - running.base[slots]).astype(np.int32)
         streamed = StreamRows(s.request[slots], offsets, tokens, further.logprobs, tops)
         readers = running.reader[slots]
-        if np.count_nonzero(readers == readers[0]) == readers.size:
-            if readers[0]:
-                self._streams.add_step(int(readers[0]), streamed)
-        else:
+        if (reader := _common(readers)) > 0:
+            self._streams.add_step(reader, streamed)
+        elif reader < 0:
             self._streams.add_step_of_clients(readers, streamed)
 
     def _sampled(self, rows: Slots) -> SampledRows:
@@ -469,9 +468,7 @@ class StepResults:
     def _read_readers(self, sampled: SampledRows) -> None:
         """Find out which client reads the rows."""
         running = self._admission.rows
-        readers = running.reader[sampled.rows]
-        first = int(readers[0])
-        sampled.reader = first if np.count_nonzero(readers == first) == readers.size else -1
+        sampled.reader = _common(running.reader[sampled.rows])
         sampled.readers_changed = running.readers_changed
 
     def _count(self, group: Group, rows: Slots, tenant: int) -> None:
@@ -481,12 +478,20 @@ class StepResults:
             self._meters.observe(tenant, GAP, now_us - group.last_sampled_us, rows.size)
         elif rows is group.last_sampled:
             self._meters.observe_gaps(self._cache.sequences.tenant[rows], now_us - group.last_sampled_us)
+        elif tenant >= 0 and (since_us := _common(token_us[rows])) >= 0:  # as where each step has drafts
+            self._meters.observe(tenant, GAP, now_us - since_us, rows.size)
         else:
             before_us = token_us[rows]
             gaps_us = np.where(before_us >= 0, now_us - before_us, -1)
             self._meters.observe_gaps(self._cache.sequences.tenant[rows], gaps_us)
         token_us[rows] = now_us
         group.last_sampled, group.last_sampled_us = rows, now_us
+
+
+def _common(values: npt.NDArray[np.int64]) -> int:
+    """Return the value of all items, [n > 0], or -1 if they differ."""
+    first = values.item(0)
+    return first if np.count_nonzero(values == values[0]) == values.size else -1
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:
