@@ -17,17 +17,13 @@ METRICS_US = 10_000
 
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int] = (0, 0)) -> None:
-    """Write changed rows, cells, blocks and gauges, and clear the record of changes.
+    """Write all that changed: see `publish_rows` and `publish_gauges`."""
+    publish_rows(machine, tables)
+    publish_gauges(machine, tables, now_us, journal)
 
-    Counters of tenants and pools are written when no request is live, and otherwise every few milliseconds, because a
-    decode step can be shorter.
 
-    Args:
-        machine: The machine.
-        tables: The shared tables.
-        now_us: Time in microseconds.
-        journal: Bytes of the journal since the last snapshot, and its number of records.
-    """
+def publish_rows(machine: Machine, tables: TablesWriter) -> None:
+    """Write changed rows, cells and blocks, which workers read in their next steps, and clear the record of changes."""
     s = machine.cache.sequences
     if s.changed_rows or s.changed_cells or s.changed_rings:
         _publish_rows(s, tables)
@@ -42,6 +38,20 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         tables.block_owner[ids] = blocks.owner[ids]
         tables.block_kind[ids] = blocks.kind[ids]
         blocks.changed.clear()
+
+
+def publish_gauges(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int]) -> None:
+    """Write the gauges, and now and then the counters.
+
+    Counters of tenants and pools are written when no request is live, and otherwise every few milliseconds, because a
+    decode step can be shorter.
+
+    Args:
+        machine: The machine.
+        tables: The shared tables.
+        now_us: Time in microseconds.
+        journal: Bytes of the journal since the last snapshot, and its number of records.
+    """
     gauges = machine.gauges(now_us, journal)
     tables.write_gauges(gauges)
     if now_us - tables.metrics.written_us >= METRICS_US or not machine.requests.live:

@@ -73,7 +73,7 @@ from .core.events import (
 )
 from .core.limits import DURATION_S_MAX, Bounds, Count, Range
 from .core.machine import Machine
-from .publish import publish
+from .publish import publish_gauges, publish_rows
 from .transport.outbox import Frames, Outbox, Sent, Transport
 from .transport.oversized import Oversized, check_size
 
@@ -267,8 +267,7 @@ class TurnLoop:
             self._write()
         if self._journal is not None and self._journal.poison_detector is not None:
             self._journal.poison_detector.turn_written()
-        kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
-        publish(self.machine, self.tables, now_us, kept)
+        publish_rows(self.machine, self.tables)
         self._carry_out()
         self.clients.flush()
         due_us = now_us + BEAT_US
@@ -309,7 +308,7 @@ class TurnLoop:
     # -------------------------------------------------------------------------------------------------------- effects
 
     def _carry_out(self) -> None:
-        """Carry out pending effects, and those that follow from them.
+        """Carry out pending effects, and those that follow from them, and publish the gauges.
 
         Workers get theirs before clients: a device that waits for its next step waits for no token to be sent.
         """
@@ -319,6 +318,9 @@ class TurnLoop:
             self._effects = deque(effect for effect in self._effects if not isinstance(effect, ToWorker))
             for each in first:
                 self._to_worker(each.worker, each.message)
+        # A device that waits for its next step does not wait for monitors either.
+        kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
+        publish_gauges(self.machine, self.tables, self._now_us, kept)
         while self._effects:
             if self._unwritten:
                 self._write()  # a slow client causes further events while effects are carried out
