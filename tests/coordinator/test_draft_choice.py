@@ -10,7 +10,16 @@ import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
 from kvforge.coordinator.core.cache.row_costs import RowCosts
-from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, Chances, best, choose, likeliest, pays, put_off
+from kvforge.coordinator.core.scheduling.draft_choice import (
+    CERTAIN,
+    Chances,
+    best,
+    choose,
+    likeliest,
+    pays,
+    put_off,
+    rank,
+)
 from kvforge.protocol.messages import StepResult
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.test_drafts import Drafter, drafted, state_of
@@ -65,7 +74,7 @@ def test_each_draft_needs_those_before_it() -> None:
     ],
 )
 def test_as_many_drafts_as_pay(row_us: int, way_us: int, chance: int, count: int) -> None:
-    assert best(costs(row_us, way_us), 1, Chances(chance, chance).of(8)) == count
+    assert best(costs(row_us, way_us), 1, rank([Chances(chance, chance).of(8)])) == count
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -81,10 +90,11 @@ def test_no_other_number_of_drafts_is_better(seed: int) -> None:
         tokens, took = rows * CERTAIN + sum(chances[:number]), found.of(rows, 1) + (number - 1) * found.line.token
         if tokens * least > most * took:
             count, most, least = number, tokens, took
-    assert best(found, rows, chances, margin=margin) == count
+    ranked = rank([*runs.values()])
+    assert best(found, rows, ranked, margin=margin) == count
     for chosen in (0, count, len(chances) // 2, len(chances)):
         numbers = Counter(slot for _, slot in each[:chosen])
-        assert [*likeliest(runs, chances, chosen).items()] == [*numbers.items()]
+        assert [*likeliest(runs, ranked, chosen).items()] == [*numbers.items()]
 
 
 def drawn(draw: random.Random) -> Chances:

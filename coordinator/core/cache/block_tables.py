@@ -256,7 +256,7 @@ class BlockTables:
         """
         s, pool, tenant = self._sequences, group.pool, int(self._sequences.tenant[slots[0]])
         more = -(-lengths // s.block_size) - s.used[slots]
-        count = int(more.sum())
+        count = int(np.add.reduce(more))
         if pool.available(tenant) < count * (1 + group.window_pages):
             return False
         fresh = pool.allocate(tenant, count * (1 + group.window_pages))
@@ -312,7 +312,7 @@ class BlockTables:
         """Append more[i] of the `fresh` blocks to the table of slots[i]."""
         s = self._sequences
         rows = np.repeat(slots, more)
-        columns = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.used[rows]
+        columns = np.arange(rows.size) + np.repeat(s.used[slots] + more - np.cumsum(more), more)
         s.table[rows, columns] = fresh
         s.used[slots] += more
         s.changed_cells.append((rows, columns))

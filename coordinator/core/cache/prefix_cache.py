@@ -175,7 +175,8 @@ class PrefixCache:
 
     def is_of(self, block: int, parent: int, tokens: Tokens) -> bool:
         """Return whether an indexed block holds exactly these tokens after exactly this parent."""
-        return bool(self._store.parent[block] == parent) and np.array_equal(self._store.tokens[block], tokens)
+        # For so few items, comparing bytes is several times faster than numpy's comparison.
+        return bool(self._store.parent[block] == parent) and self._store.tokens[block].tobytes() == tokens.tobytes()
 
     def strangers(self, block: int, value: int) -> list[int]:
         """Return the children that an earlier entry of a block has left, and that do not follow the hash `value`.

@@ -275,13 +275,13 @@ class Sequences:
         self.changed_lengths.append(slots)
 
     def append_accepted(
-        self, slots: Slots, counts: Slots, rows: Slots, at: Slots, tokens: Tokens, logprobs: npt.NDArray[np.float32]
+        self, slots: Slots, length: Slots, rows: Slots, at: Slots, tokens: Tokens, logprobs: npt.NDArray[np.float32]
     ) -> None:
         """Append one or more tokens to each of `slots`, as `append_sampled` appends one.
 
         Args:
             slots: Distinct slots, [n].
-            counts: How many tokens of each, [n].
+            length: Their lengths after it, [n].
             rows: The slot of each token, [m].
             at: Its position, [m].
             tokens: Token ids with GENERATED added, [m] int32.
@@ -289,7 +289,7 @@ class Sequences:
         """
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        self.length[slots] += counts
+        self.length[slots] = length
         self.accessed_us[slots] = self._clock.now_us
         self.changed_lengths.append(slots)
 

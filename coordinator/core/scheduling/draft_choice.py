@@ -14,11 +14,11 @@ draft of each row, so that costs are known anew. Where drafts pay, one step of 3
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
-from operator import neg
+from operator import itemgetter, neg
 from typing import NamedTuple
 
 from ..cache.groups import Group
@@ -32,7 +32,7 @@ TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
 BEGIN_MARGIN = 4  # of drafts that begin within a wait
 LOOK_EVERY = 4  # results of a wait until the next look whether drafts pay now
-RUNS_KEPT = 1 << 10  # runs of chances that are kept
+RANKED_KEPT = 8  # the last sets of drafts that were ranked
 MARGIN = 16  # drafts must gain 1 / MARGIN: chances and costs are estimates
 
 
@@ -76,52 +76,67 @@ class Chances(NamedTuple):
 
     def of(self, drafts: int) -> list[int]:
         """Return the chance of each of so many drafts to become a token."""
-        return [*_run(self.first, self.later, drafts)]
+        each, later = self.first, self.later
+        return [each, *[each := each * later // CERTAIN for _ in range(drafts - 1)]] if drafts > 0 else []
 
 
-@lru_cache(RUNS_KEPT)
-def _run(first: int, later: int, drafts: int) -> tuple[int, ...]:
-    """Return `Chances.of`. A plan asks for the runs that the result before it has asked for."""
-    found, each = [], first
-    for _ in range(drafts):
-        found.append(each)
-        each = each * later // CERTAIN
-    return tuple(found)
+class Ranked(NamedTuple):
+    """The drafts that a step may verify.
+
+    Attributes:
+        runs: The chances of each row's drafts.
+        each: All of these, the highest first.
+        sums: The sums of the first 0, 1, 2, ... of `each`.
+    """
+
+    runs: Sequence[Sequence[int]]
+    each: Sequence[int]
+    sums: Sequence[int]
 
 
-def towards(own: int, other: int) -> int:
-    """Return a chance of a group, moved by 1 / GROUP_OF of the way to that of a request."""
-    return own + (other - own) // GROUP_OF
+def rank(runs: Sequence[Sequence[int]]) -> Ranked:
+    """Rank the drafts of rows by the chances of each row's drafts."""
+    each = sorted(chain.from_iterable(runs), reverse=True)
+    return Ranked(runs, each, list(accumulate(each, initial=0)))
+
+
+@lru_cache(RANKED_KEPT)
+def _ranked(wanted: tuple[int, ...], chances: tuple[Chances, ...], left_out: int) -> Ranked:
+    """Rank the drafts of rows that want so many each, without the first `left_out` of each.
+
+    Drafts are ranked when proposals come, and when their step is planned, mostly with nothing changed in between.
+    """
+    return rank([each.of(most)[left_out:] for each, most in zip(chances, wanted, strict=True)])
 
 
 def _kept(chance: int, good: int, tried: int) -> int:
     return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
 
 
-def best(costs: RowCosts, rows: int, chances: Sequence[int], *, waited: bool = False, margin: int = MARGIN) -> int:
+def best(costs: RowCosts, rows: int, ranked: Ranked, *, waited: bool = False, margin: int = MARGIN) -> int:
     """Return how many drafts make the time per token shortest; 0 if none does better than a step without.
+
+    Each draft adds as much time as the one before it, and no more tokens. So those that shorten the time per token come
+    first, and bisection finds the last one among hundreds.
 
     Args:
         costs: The costs of steps.
         rows: Rows of the step.
-        chances: The chance of each draft, the highest first.
+        ranked: The drafts.
         waited: The step waits for a result in any case.
         margin: They must gain 1 / margin.
     """
-    plain, row = rows * CERTAIN, costs.line.token
+    plain, row, each, sums = rows * CERTAIN, costs.line.token, ranked.each, ranked.sums
     base = costs.of(rows, 1) - row
-    tokens = list(accumulate(chances, initial=plain))
-    # Each draft adds as much time as the one before it, and no more tokens. So those that shorten the time per token
-    # come first, and bisection finds the last one among hundreds.
-    count, end = min(1, len(chances)), len(chances)
+    count, end = min(1, len(each)), len(each)
     while count < end:
-        middle = (count + end + 1) // 2
-        if chances[middle - 1] * (base + row * (middle - 1)) > tokens[middle - 1] * row:
-            count = middle
+        before = (count + end - 1) // 2
+        if each[before] * (base + row * before) > (plain + sums[before]) * row:
+            count = before + 1
         else:
-            end = middle - 1
+            end = before
     least = base if waited else costs.of(rows)
-    return count if tokens[count] * least > (plain + plain // margin) * (base + row * count) else 0
+    return count if (plain + sums[count]) * least > (plain + plain // margin) * (base + row * count) else 0
 
 
 def choose(
@@ -136,15 +151,14 @@ def choose(
         chances: The chances of each slot's drafts.
         asked: Some of the proposals were asked of a draft model.
     """
-    runs = {slot: chances[slot].of(most) for slot, most in wanted.items()}
-    each = _highest_first(runs.values())
+    ranked = _ranked(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), 0)
     costs, is_trial = group.row_costs, group.drafts_from > 0
     if not asked:
         group.drafts_from = 0  # of lookup
     if not costs.has_times or (asked and group.model_drafts.trying):
-        count = len(each)
+        count = len(ranked.each)
     elif asked:
-        count = best(costs, rows, each, waited=True)
+        count = best(costs, rows, ranked, waited=True)
     elif costs.plain_way == UNKNOWN:
         count = 0  # this step and one that overlaps it tell what a step without drafts takes
     elif is_trial:
@@ -154,23 +168,16 @@ def choose(
     elif not costs.is_known:
         count = len(wanted)
     else:
-        count = _best_or_wait(group, rows, wanted, each)
-    return likeliest(runs, each, count)
+        count = _best_or_wait(group, rows, wanted, ranked)
+    return likeliest(wanted, ranked, count)
 
 
-def _highest_first(runs: Iterable[Sequence[int]]) -> list[int]:
-    """Return all chances of some runs, the highest first."""
-    each = list(chain.from_iterable(runs))
-    each.sort(reverse=True)
-    return each
-
-
-def likeliest(runs: Mapping[int, Sequence[int]], each: Sequence[int], count: int) -> dict[int, int]:
+def likeliest(slots: Iterable[int], ranked: Ranked, count: int) -> dict[int, int]:
     """Return how many of the `count` likeliest drafts each slot has; of equal ones, those of the first slots count.
 
     Args:
-        runs: The chances of each slot's drafts, the highest first.
-        each: The chances of all drafts, the highest first.
+        slots: The slots of the rows.
+        ranked: Their drafts.
         count: How many drafts to choose.
 
     Returns:
@@ -178,18 +185,19 @@ def likeliest(runs: Mapping[int, Sequence[int]], each: Sequence[int], count: int
     """
     if not count:
         return {}
-    if count == len(each):
-        numbers = {slot: len(run) for slot, run in runs.items()}
+    if count == len(ranked.each):
+        numbers = [(-run[0], slot, len(run)) for slot, run in zip(slots, ranked.runs, strict=True) if run]
     else:
-        least = each[count - 1]
-        numbers = {slot: bisect_left(run, -least, key=neg) for slot, run in runs.items()}
-        left = count - sum(numbers.values())
-        for slot, run in runs.items():
-            equal = min(left, bisect_right(run, -least, key=neg) - numbers[slot])
-            numbers[slot] += equal
-            left -= equal
-    order = sorted((slot for slot, number in numbers.items() if number), key=lambda slot: -runs[slot][0])
-    return {slot: numbers[slot] for slot in order}
+        least, numbers = ranked.each[count - 1], list[tuple[int, int, int]]()
+        equal = count - bisect_left(ranked.each, -least, key=neg)
+        for slot, run in zip(slots, ranked.runs, strict=True):
+            number = bisect_left(run, -least, key=neg)
+            while equal and number < len(run) and run[number] == least:
+                number, equal = number + 1, equal - 1
+            if number:
+                numbers.append((-run[0], slot, number))
+    numbers.sort(key=itemgetter(0))
+    return {slot: number for _, slot, number in numbers}
 
 
 def pays(
@@ -209,20 +217,20 @@ def pays(
         goes_on: Whether most of the slots had proposals with earlier results too, which have been right.
     """
     costs, first = group.row_costs, int(bool(group.sent) and not goes_on)
-    each = _highest_first(chances[slot].of(most)[first:] for slot, most in wanted.items())
-    if MARGIN * sum(each) <= rows * CERTAIN:
+    ranked = _ranked(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), first)
+    if MARGIN * ranked.sums[-1] <= rows * CERTAIN:
         return False
     if not costs.is_known or not costs.has_times:
         return True
     if group.next_step < group.drafts_from:  # what was proposed meanwhile may have been right more often
-        return best(costs, rows, each, margin=BEGIN_MARGIN) > 0
-    return group.drafts_from > 0 or _best_or_wait(group, rows, wanted, each) > 0
+        return best(costs, rows, ranked, margin=BEGIN_MARGIN) > 0
+    return group.drafts_from > 0 or _best_or_wait(group, rows, wanted, ranked) > 0
 
 
-def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], chances: Sequence[int]) -> int:
+def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], ranked: Ranked) -> int:
     """Return how many drafts pay; if none does, decide when the group takes proposals again."""
     costs = group.row_costs
-    count = best(costs, rows, chances)
+    count = best(costs, rows, ranked)
     group.draft_wait = 0 if count else min(2 * group.draft_wait or WAIT_FIRST, _longest_wait(costs, rows, wanted))
     group.drafts_from = 0 if count else group.next_step + group.draft_wait
     return count

@@ -19,18 +19,17 @@ stop token: what is accepted behind it would be in the state. Their drafts end w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 
 from kvforge.protocol.errors import ProtocolError
-from kvforge.protocol.messages import SamplingParams, StepResult
+from kvforge.protocol.messages import GENERATED, SamplingParams, StepResult
 from kvforge.protocol.salts import tenant_salt
 
 from ..cache.groups import Group, SentStep
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.model_drafts import own_chance, own_counts
-from ..cache.sequences import ONE, Slots, Tokens, generated
+from ..cache.sequences import ONE, Slots, Tokens
 from ..requests.request import UNKNOWN, Request
 from ..requests.table import RequestTable
 from ..sizes import DRAFT_HISTORY_TOKENS
@@ -59,17 +58,17 @@ class Drafts:
         Raises:
             ProtocolError: They are malformed, or of rows that have no token in the result.
         """
-        tokens = result.draft_tokens
         # Sums and bounds of a list take a fifth of the time of those of so small an array.
         slots, counts = result.draft_slots.tolist(), result.draft_counts.tolist()
-        if len(slots) != len(counts) or sum(counts) != tokens.size:
+        tokens = result.draft_tokens.tolist()
+        if len(slots) != len(counts) or sum(counts) != len(tokens):
             raise ProtocolError("step_result: draft_slots, draft_counts and draft_tokens differ in length")
         if counts and not 1 <= min(counts) <= max(counts) <= group.drafts:
             raise ProtocolError(f"step_result: draft_counts must be 1 to the announced drafts = {group.drafts}")
         distinct = set(slots)
         if len(distinct) != len(slots) or not distinct <= set(result.slots.tolist()):
             raise ProtocolError("step_result: draft_slots must be distinct rows with a token in this result")
-        if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < group.model.vocab_size:
             raise ProtocolError(f"step_result: a draft outside the vocabulary of {group.model.vocab_size}")
         if not 0 <= result.draft_model_rows <= (len(slots) if group.sent[0].message.propose else 0):
             raise ProtocolError("step_result: draft_model_rows counts rows of draft_slots, of a step with propose")
@@ -145,7 +144,7 @@ class Drafts:
             return
         slots = self._with_states(group, [*kept], room)
         each = room // len(slots)
-        wanted = {slot: min(each, len(kept[slot])) for slot in slots}
+        wanted = {slot: min(each, len(kept[slot])) for slot in sorted(slots)}  # in the order of a plan
         chances = {slot: self._chances(group, requests[slot]) for slot in slots}
         if draft_choice.pays(group, group.running, wanted, chances, goes_on=2 * going_on >= len(kept)):
             group.proposals |= kept
@@ -172,8 +171,8 @@ class Drafts:
     def _know(self, group: Group, request: Request, chances: draft_choice.Chances) -> None:
         """Give a request new chances, and move those of its group."""
         request.draft_chance, request.draft_later = first, later = chances
-        group.draft_chance = draft_choice.towards(group.draft_chance, first)
-        group.draft_later = draft_choice.towards(group.draft_later, later)
+        group.draft_chance += (first - group.draft_chance) // draft_choice.GROUP_OF
+        group.draft_later += (later - group.draft_later) // draft_choice.GROUP_OF
 
     def most(self, group: Group) -> int:
         """Return how many tokens the group's worker may propose for a row; 0: none."""
@@ -368,7 +367,9 @@ def history_sizes(sampling: SamplingParams, prompt: int, answer: int, drafts: in
 
 def ordered(decodes: Slots, drafts: ChosenDrafts) -> tuple[Slots, Slots]:
     """Return rows of a step, those with drafts last, and how many tokens each has: [n] each."""
-    counts = 1 + draft_counts(decodes, drafts)
+    counts = ONE + draft_counts(decodes, drafts)
+    if np.count_nonzero(counts > ONE) == counts.size:
+        return decodes, counts
     order = np.argsort(counts > 1, kind="stable")
     return decodes[order], counts[order]
 
@@ -378,21 +379,20 @@ def draft_counts(slots: Slots, drafts: ChosenDrafts) -> Slots:
     return np.array([len(drafts.get(slot, ())) for slot in slots.tolist()], np.int64)
 
 
-def place(tokens: Tokens, slots: Slots, counts: Slots, drafts: ChosenDrafts, marked: bool) -> Tokens:
-    """Return the input tokens of a step with the drafts of each row behind its own tokens.
+def place(tokens: Tokens, slots: Slots, drafts: ChosenDrafts, marked: bool) -> Tokens:
+    """Return the input tokens of a step with the drafts of each row behind its own token.
 
     Args:
-        tokens: The rows' own tokens, [sum(counts)].
+        tokens: The rows' own tokens, row after row.
         slots: The rows, [n].
-        counts: Their own tokens, [n].
         drafts: The drafts by slot.
         marked: Generated tokens have GENERATED added.
     """
-    each = [drafts.get(slot, ()) for slot in slots.tolist()]
-    values = np.array([*chain.from_iterable(each)], np.int32)
-    widths = np.array([counts, [len(own) for own in each]]).T.reshape(-1)  # own tokens and drafts in turns
-    is_draft = np.repeat(np.arange(widths.size) % 2 > 0, widths)
-    found = np.empty(is_draft.size, np.int32)
-    found[~is_draft] = tokens
-    found[is_draft] = generated(values) if marked else values
-    return found
+    # Rows with drafts have one token of their own and come before the chunks of prompts, as each row before them.
+    found, rows = list[int](), max(place for place, slot in enumerate(slots.tolist()) if slot in drafts) + 1
+    for slot, token in zip(slots[:rows].tolist(), tokens[:rows].tolist(), strict=True):
+        found.append(token)
+        if slot in drafts:
+            found += [draft | GENERATED for draft in drafts[slot]] if marked else drafts[slot]
+    first = np.array(found, np.int32)
+    return first if rows == tokens.size else np.concatenate((first, tokens[rows:]))

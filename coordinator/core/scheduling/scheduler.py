@@ -528,7 +528,7 @@ class Scheduler:
         samples[:idle] = False
         tokens = self._inputs(group, slots, starts, own, known)
         if drafts:
-            tokens = place(tokens, slots, own, drafts, group.wants_kinds)
+            tokens = place(tokens, slots, drafts, group.wants_kinds)
         begins, history = self._begins(group)
         scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
         s.scheduled[slots] += counts
@@ -621,7 +621,8 @@ class Scheduler:
         own = slots[:decodes]
         inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
         ones = self._fed(group, s.tokens[own, inside])
-        fed = [np.where(starts[:decodes] < known[:decodes], ones, -1).astype(np.int32)]
+        # With no step in flight, each token to feed is known.
+        fed = [np.where(starts[:decodes] < known[:decodes], ones, -1).astype(np.int32) if group.sent else ones]
         rest = zip(slots[decodes:], starts[decodes:], counts[decodes:], known[decodes:], strict=True)
         for slot, start, count, end in rest:
             tokens = self._fed(group, s.tokens[slot, start : min(start + count, end)])

@@ -68,12 +68,11 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
     if result.top_counts.size or result.top_tokens.size or result.top_logprobs.size:
         tops = TopLogprobs(result.top_counts, result.top_tokens, result.top_logprobs)
         tops.check(slots.size, vocabulary)
-    first, rest, places = _by_row(slots.tolist())
-    listed, chosen, drafts = slots[first].tolist(), tokens.tolist(), _drafts(sent)
-    if len(set(listed)) != first.size:
+    first, listed, rest, places = _by_row(slots.tolist())
+    chosen, drafts = tokens.tolist(), _drafts(sent)
+    if len(set(listed)) != len(listed):
         raise ProtocolError("step_result: the tokens of a row are not together")
-    starts = first.tolist()
-    for slot, start, end in zip(listed, starts, [*starts[1:], slots.size], strict=True):
+    for slot, start, end in zip(listed, first, [*first[1:], slots.size], strict=True):
         if (size := end - start) == 1:
             continue
         own = drafts.get(slot, [])
@@ -83,19 +82,20 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
             raise ProtocolError("step_result: a token is not the draft that another one follows")
     if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
         raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
+    at, others = np.array(first, np.int64), np.array(rest, np.int64)
     further = FurtherTokens(
-        slots[rest].astype(np.int64),
-        places,
-        tokens[rest],
-        result.logprobs[rest],
-        None if tops is None else tops.pick(rest),
+        slots[others].astype(np.int64),
+        np.array(places, np.int64),
+        tokens[others],
+        result.logprobs[others],
+        None if tops is None else tops.pick(others),
     )
-    kept = TopLogprobs(NO_INT32, NO_INT32, NO_FLOAT32) if tops is None else tops.pick(first)
+    kept = TopLogprobs(NO_INT32, NO_INT32, NO_FLOAT32) if tops is None else tops.pick(at)
     head = msgspec.structs.replace(
         result,
-        slots=slots[first],
-        tokens=tokens[first],
-        logprobs=result.logprobs[first],
+        slots=slots[at],
+        tokens=tokens[at],
+        logprobs=result.logprobs[at],
         top_counts=kept.counts,
         top_tokens=kept.tokens,
         top_logprobs=kept.logprobs,
@@ -103,22 +103,23 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
     return head, further
 
 
-def _by_row(slots: list[int]) -> tuple[Slots, Slots, Slots]:
+def _by_row(slots: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Find the rows in the slots of a result's tokens, which name a row once for each of its tokens.
 
     Returns:
-        Where the first token of each row is, where the others are, and the place of each of these in its row.
+        Where the first token of each row is and the row's slot; where the other tokens are and their places in a row.
     """
-    first, rest, places = list[int](), list[int](), list[int]()
-    before = None
+    first, listed, rest, places = list[int](), list[int](), list[int](), list[int]()
+    before, start = None, 0
     for at, slot in enumerate(slots):
         if slot != before:
+            before, start = slot, at
             first.append(at)
-            before = slot
+            listed.append(slot)
         else:
             rest.append(at)
-            places.append(at - first[-1])
-    return np.array(first, np.int64), np.array(rest, np.int64), np.array(places, np.int64)
+            places.append(at - start)
+    return first, listed, rest, places
 
 
 def _drafts(sent: SentStep) -> dict[int, list[int]]:

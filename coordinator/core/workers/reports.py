@@ -366,7 +366,7 @@ class WorkerReports:
         if wanted and sent.slots.size and not sent.prefill_tokens and not reads:
             since_us = max(sent.sent_us, group.result_us)
             passes_us = max(0, min(message.draft_us, DURATION_US_MAX)) if sent.message.propose else 0
-            drafts, elapsed_us = int(sent.message.drafts.sum()), self._clock.now_us - since_us - passes_us
+            drafts, elapsed_us = int(np.add.reduce(sent.message.drafts)), self._clock.now_us - since_us - passes_us
             alone = sent.sent_us >= group.result_us and self._cache.limits.schedule.steps_in_flight_max > 1
             rows = sent.slots.size
             group.row_costs.add(rows, drafts, message.duration_us, elapsed_us, alone=alone)

@@ -77,7 +77,7 @@ class StepResults:
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         if sent.message.drafts.size:
-            counts = counts - sent.message.drafts  # the first token of each row; `_append_further` counts the others
+            counts = counts - sent.message.drafts  # the first token of each row; `_append_drafted` counts the others
         failing: list[int] = []
         verified = NO_SLOTS
         again: dict[int, int] = {}
@@ -101,9 +101,11 @@ class StepResults:
             s.computed[slots] += counts
         if prompts:
             self._record_prompts(prompts)
-        self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if sent.message.drafts.size:
-            tokens, verified = self._append_further(group, sent, rows, tokens, further)
+            own = (rows, tokens, logprobs, top_logprobs)
+            tokens, verified = self._append_drafted(group, sent, *own, further)
+        else:
+            self._append(group, sent, rows, tokens, logprobs, top_logprobs)
         if group.suspect:
             self._admission.look_at_suspect(group)
         if group.forming:
@@ -378,48 +380,111 @@ class StepResults:
         np.add(sampled.cells.where, ONE, sampled.cells.where)
         sampled.left -= 1
 
-    def _append_further(
-        self, group: Group, sent: SentStep, rows: Slots, tokens: npt.NDArray[np.int32], further: FurtherTokens
+    def _append_drafted(
+        self,
+        group: Group,
+        sent: SentStep,
+        rows: Slots,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        top_logprobs: TopLogprobs | None,
+        further: FurtherTokens,
     ) -> tuple[npt.NDArray[np.int32], Slots]:
-        """Append the accepted tokens behind the first ones, up to a stop token of their row.
+        """Append the first tokens [n] of the rows of a step with drafts, and those accepted up to a stop token.
 
-        Each is charged, counted and streamed like the first one. The KV of the tokens that were not accepted is no
-        longer scheduled, so that the next step writes over it.
-
-        Args:
-            group: The group.
-            sent: The step, with drafts.
-            rows: The rows that have got their first tokens, [n].
-            tokens: These tokens, [n].
-            further: The tokens behind them.
+        Each is charged, counted and streamed like the token of any row. The KV of the tokens that were not accepted is
+        no longer scheduled, so that the next step writes over it.
 
         Returns:
             The last token of each row, [n], and the rows that had drafts.
         """
-        s, running = self._cache.sequences, self._admission.rows
-        drafts, newest = np.zeros(s.length.size, np.int64), np.zeros(s.length.size, np.int32)
-        drafts[sent.slots] = sent.message.drafts
-        drafted = drafts[rows]
-        verified, drafted = rows[drafted > 0], drafted[drafted > 0]
+        s, running, tenants, tenant = self._cache.sequences, self._admission.rows, self._cache.tenants, sent.tenant
+        group.sampled_rows = None  # each row is at another place now
+        if not rows.size:
+            return tokens, NO_SLOTS
+        further = self._until_stops(sent, rows, tokens, further)
+        behind, length = further.slots, s.length[rows]
+        accepted = np.bincount(behind, minlength=s.length.size)[rows]
+        slots, newest = np.concatenate((rows, behind)), np.concatenate((tokens, further.tokens))
+        at = np.concatenate((length, s.length[behind] + further.places))
+        scores = np.concatenate((logprobs, further.logprobs))
+        s.append_accepted(rows, length + accepted + ONE, slots, at, newest | GENERATED_MARK, scores)
+        s.computed[rows] += accepted
+        s.pending[rows] -= 1
+        for slot in rows[running.fresh[rows]].tolist() if running.fresh_count else ():
+            self._first_token(slot)
+        self._requests.generated_tokens_total += slots.size
+        self._count(group, rows, tenant)
+        for own in (rows, behind) if behind.size else (rows,):  # apart, as sums of floats depend on their order
+            if tenant >= 0:
+                tenants.service[tenant] += own.size / tenants.weight.item(tenant)
+            else:
+                self._admission.waiting.charge_each(s.tenant[own])
+        if behind.size and tenant >= 0:
+            self._meters.observe(tenant, GAP, 0, behind.size)  # they came with the first one
+        elif behind.size:
+            self._meters.observe_gaps(s.tenant[behind], 0)
+        streamed = StreamRows(s.request[slots], (at - running.base[slots]).astype(np.int32), newest, scores, None)
+        self._stream_drafted(slots, streamed, top_logprobs, further)
+        verified = self._learn(group, sent, rows, accepted)
+        if running.stops_most:
+            last = np.zeros(s.length.size, np.int32)
+            last[slots] = newest  # of a row, the last one is kept
+            tokens = last[rows]
+        return tokens, verified
+
+    def _until_stops(
+        self, sent: SentStep, rows: Slots, tokens: npt.NDArray[np.int32], further: FurtherTokens
+    ) -> FurtherTokens:
+        """Return the tokens behind the first ones [n] of the rows, up to a stop token of each row."""
+        running = self._admission.rows
         ended = running.stopped(rows, tokens) if running.stops_most else None
         if ended is not None:
             further = further.of(rows[~ended])
         elif rows is not sent.sampled:  # otherwise no row has left
             further = further.of(rows)
-        if running.stops_most and further.slots.size:
-            stops = running.stopped(further.slots, further.tokens)
-            further = further if stops is None else further.until(stops)
-        group.sampled_rows = None  # each row is at another place now
-        accepted = np.bincount(further.slots, minlength=drafts.size)
-        if further.slots.size:
-            self._append_accepted(sent, further, accepted)
+        if not running.stops_most or not further.slots.size:
+            return further
+        stops = running.stopped(further.slots, further.tokens)
+        return further if stops is None else further.until(stops)
+
+    def _stream_drafted(
+        self, slots: Slots, rows: StreamRows, top_logprobs: TopLogprobs | None, further: FurtherTokens
+    ) -> None:
+        """Stream the first token of each row and then the others, with the top log-probabilities of both.
+
+        Args:
+            slots: The slot of each token, [n].
+            rows: The tokens.
+            top_logprobs: Of the first tokens; None if no row has any.
+            further: The others.
+        """
+        parts = [(slots, rows)]
+        if top_logprobs is not None or further.tops is not None:
+            first, parts = slots.size - further.slots.size, []
+            for part, tops in ((np.arange(first), top_logprobs), (np.arange(first, slots.size), further.tops)):
+                recorded = None if tops is None else self._record_top_logprobs(slots[part], tops)
+                if part.size:
+                    parts.append((slots[part], rows.pick(part)._replace(tops=recorded)))
+        for own, part_of in parts:
+            readers = self._admission.rows.reader[own]
+            if (reader := _common(readers)) > 0:
+                self._streams.add_step(reader, part_of)
+            elif reader < 0:
+                self._streams.add_step_of_clients(readers, part_of)
+
+    def _learn(self, group: Group, sent: SentStep, rows: Slots, accepted: Slots) -> Slots:
+        """Account for the drafts of rows of which so many were accepted, [n]. Return those that had some."""
+        s, each = self._cache.sequences, np.zeros(self._cache.sequences.length.size, np.int32)
+        each[sent.slots] = sent.message.drafts
+        drafted = each[rows]
+        had = drafted > 0
+        verified = rows[had]
         s.pending[verified] = 0
         s.scheduled[verified] = s.computed[verified]
         requests = [self._requests.live[request] for request in s.request[verified].tolist()]
-        self._admission.drafts.learn(group, requests, drafted.tolist(), accepted[verified].tolist())
-        newest[rows] = tokens
-        newest[further.slots] = further.tokens  # of a row, the last one is kept
-        return newest[rows], verified
+        self._admission.drafts.learn(group, requests, drafted[had].tolist(), accepted[had].tolist())
+        return verified
 
     def _take_checkpoints(self, group: Group, sent: SentStep, verified: Slots) -> None:
         """Take checkpoints of the rows that accepted drafts have brought to a position where one is wanted."""
@@ -427,34 +492,6 @@ class StepResults:
         starts = dict(zip(sent.slots.tolist(), sent.message.starts.tolist(), strict=True))
         for slot in verified[s.scheduled[verified] % s.block_size == 0].tolist():
             self._cache.checkpoints.take_wanted(group, slot, int(base[slot]), starts[slot])
-
-    def _append_accepted(self, sent: SentStep, further: FurtherTokens, accepted: Slots) -> None:
-        """Append accepted tokens behind the first of their rows, all at once, and stream them.
-
-        accepted: how many of the tokens each slot has.
-        """
-        s, running, tenants = self._cache.sequences, self._admission.rows, self._cache.tenants
-        slots, tokens = further.slots, further.tokens
-        at = s.length[slots] + further.places - 1
-        rows = slots[further.places == ONE]
-        counts = accepted[rows]
-        s.append_accepted(rows, counts, slots, at, tokens | GENERATED_MARK, further.logprobs)
-        s.computed[rows] += counts
-        self._requests.generated_tokens_total += slots.size
-        if sent.tenant >= 0:
-            tenants.service[sent.tenant] += slots.size / tenants.weight.item(sent.tenant)
-            self._meters.observe(sent.tenant, GAP, 0, slots.size)  # they came with the first one
-        else:
-            self._admission.waiting.charge_each(s.tenant[slots])
-            self._meters.observe_gaps(s.tenant[slots], 0)
-        tops = None if further.tops is None else self._record_top_logprobs(slots, further.tops)
-        offsets = (at - running.base[slots]).astype(np.int32)
-        streamed = StreamRows(s.request[slots], offsets, tokens, further.logprobs, tops)
-        readers = running.reader[slots]
-        if (reader := _common(readers)) > 0:
-            self._streams.add_step(reader, streamed)
-        elif reader < 0:
-            self._streams.add_step_of_clients(readers, streamed)
 
     def _sampled(self, rows: Slots) -> SampledRows:
         """Return rows with what their results need, before the next token of each is appended."""
