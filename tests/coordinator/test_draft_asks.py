@@ -251,9 +251,9 @@ def test_the_wait_of_lookup_outlasts_steps_that_ask() -> None:
     group.row_costs.add(1, 0, 1000, 1000)
     group.row_costs.add(1, 2, 1020, 1500)
     group.drafts_from, group.last_step = 900, 100
-    assert draft_choice.choose(group, 1, {0: 4}, {0: draft_choice.Chances(900, 900)}, asked=True)
+    assert draft_choice.choose(group, 1, {0: 4}, {0: (900, 900)}, asked=True)
     assert group.drafts_from == 900
-    draft_choice.choose(group, 1, {0: 4}, {0: draft_choice.Chances(900, 900)})
+    draft_choice.choose(group, 1, {0: 4}, {0: (900, 900)})
     assert group.drafts_from == 0
 
 
@@ -280,7 +280,7 @@ def test_drafts_begin_with_a_greater_gain_than_they_go_on_with() -> None:
     """On an H200 sixteen requests about break even; drafts that began and ended at once took four steps each time."""
     group = measured()
     model = group.model_drafts
-    chances, asked = draft_choice.Chances(CERTAIN, 0), dict[int, tuple[int, int]]()
+    chances, asked = (CERTAIN, 0), dict[int, tuple[int, int]]()
     for pass_us in range(0, 600, 10):
         model.pass_time = pass_us * UNIT
         asked[pass_us] = (ask(group, 1, 1, chances, True, 200), ask(group, 1, 1, chances, False, 200))
@@ -293,7 +293,7 @@ def test_drafts_do_not_begin_shortly_before_the_end() -> None:
     """On an H200 fifteen requests began with four tokens left, at the end of each round, and lost four steps."""
     group = measured()
     group.model_drafts.pass_time = 50 * UNIT
-    chances = draft_choice.Chances(CERTAIN, 0)  # two tokens in the time of 1.55
+    chances = (CERTAIN, 0)  # two tokens in the time of 1.55
     assert [ask(group, 1, 1, chances, False, left) for left in (0, 4, 6, 7, 200)] == [0, 0, 0, 1, 1]
     assert ask(group, 1, 1, chances, True, 4) == 1, "those that have begun go on"
 

@@ -10,16 +10,8 @@ import pytest
 
 from kvforge.coordinator.core.cache.costs import UNIT
 from kvforge.coordinator.core.cache.row_costs import RowCosts
-from kvforge.coordinator.core.scheduling.draft_choice import (
-    CERTAIN,
-    Chances,
-    best,
-    choose,
-    likeliest,
-    pays,
-    put_off,
-    rank,
-)
+from kvforge.coordinator.core.scheduling.draft_chances import Chances, learned, likeliest, observed, rank, run_of
+from kvforge.coordinator.core.scheduling.draft_choice import CERTAIN, best, choose, pays, put_off
 from kvforge.protocol.messages import StepResult
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.test_drafts import Drafter, drafted, state_of
@@ -50,15 +42,15 @@ def costs(row_us: int, way_us: int = 0) -> RowCosts:
     ],
 )
 def test_chances_follow_what_was_accepted(results: list[tuple[int, int]], first: range, later: range) -> None:
-    chances = Chances(512, 512)
+    chances = (512, 512)
     for number, accepted in results:
-        chances = chances.learned(number, accepted)
-    assert chances.first in first and chances.later in later
+        chances = learned(chances, number, accepted)
+    assert chances[0] in first and chances[1] in later
 
 
 def test_each_draft_needs_those_before_it() -> None:
-    assert Chances(CERTAIN // 2, CERTAIN // 2).of(4) == [512, 256, 128, 64]
-    assert Chances(CERTAIN // 4, CERTAIN).of(3) == [256] * 3
+    assert run_of((CERTAIN // 2, CERTAIN // 2), 4) == [512, 256, 128, 64]
+    assert run_of((CERTAIN // 4, CERTAIN), 3) == [256] * 3
 
 
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def test_each_draft_needs_those_before_it() -> None:
     ],
 )
 def test_as_many_drafts_as_pay(row_us: int, way_us: int, chance: int, count: int) -> None:
-    assert best(costs(row_us, way_us), 1, rank([Chances(chance, chance).of(8)])) == count
+    assert best(costs(row_us, way_us), 1, rank([run_of((chance, chance), 8)])) == count
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -82,7 +74,7 @@ def test_no_other_number_of_drafts_is_better(seed: int) -> None:
     """The bisection finds what a trial of each number finds: the first one with the most tokens in a time."""
     draw = random.Random(seed)
     found, rows, margin = costs(draw.choice((0, 5, 60, 3000)), draw.choice((0, 300, 2000))), draw.choice((1, 16)), 4
-    runs = {slot: drawn(draw).of(draw.randrange(1, 17)) for slot in draw.sample(range(99), draw.randrange(1, 20))}
+    runs = {slot: run_of(drawn(draw), draw.randrange(1, 17)) for slot in draw.sample(range(99), draw.randrange(1, 20))}
     each = sorted(((chance, slot) for slot, run in runs.items() for chance in run), key=lambda draft: -draft[0])
     chances = [chance for chance, _ in each]
     count, most, least = 0, rows * CERTAIN * (margin + 1), found.of(rows) * margin
@@ -99,7 +91,8 @@ def test_no_other_number_of_drafts_is_better(seed: int) -> None:
 
 def drawn(draw: random.Random) -> Chances:
     """Return chances, some of which are often equal."""
-    return Chances(*(draw.choice((0, 512, 1000, CERTAIN, draw.randrange(CERTAIN))) for _ in range(2)))
+    values = (0, 512, 1000, CERTAIN, draw.randrange(CERTAIN))
+    return draw.choice(values), draw.choice(values)
 
 
 def test_a_cost_is_that_of_all_rows_and_of_the_way_of_a_result_with_drafts() -> None:
@@ -121,38 +114,38 @@ def test_costs_are_known_once_both_kinds_of_steps_were_measured() -> None:
 def test_a_trial_comes_before_the_step_of_32_without_drafts(step: int, drafts_from: int, count: int) -> None:
     (group,) = timed(8, 50_000, 0, 1.0)[0].machine.cache.groups.values()
     group.row_costs, group.last_step, group.drafts_from, group.draft_wait = costs(50_000), step - 1, drafts_from, 16
-    assert sum(choose(group, 1, {0: 8}, {0: Chances(900, 900)}).values()) == count
+    assert sum(choose(group, 1, {0: 8}, {0: (900, 900)}).values()) == count
 
 
 def test_chances_follow_proposals_that_no_step_verified() -> None:
     """Nine of ten are right to their eighth token, and the tenth is wrong at once."""
-    chances = Chances(512, 512)
+    chances = (512, 512)
     for number in range(60):
         for place in range(8):
-            chances = chances.observed(place, is_right=number % 10 != 0)
+            chances = observed(chances, place, is_right=number % 10 != 0)
             if number % 10 == 0:
                 break
-    assert chances.first in range(800, 1000) and chances.later > 1000
+    assert chances[0] in range(800, 1000) and chances[1] > 1000
     for _ in range(30):
-        chances = chances.observed(0, is_right=False)
-    assert chances.first < 33 and chances.later > 1000
+        chances = observed(chances, 0, is_right=False)
+    assert chances[0] < 33 and chances[1] > 1000
 
 
 def test_proposals_are_not_waited_for_where_free_drafts_would_not_pay() -> None:
     (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
     group.row_costs = costs(5)
-    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)})
-    assert not pays(group, 1, {0: 8}, {0: Chances(30, 512)}) and not group.draft_wait, "not even a trial"
-    assert not pays(group, 16, {0: 8}, {0: Chances(512, 512)}), "the gain is shared by 16 rows"
+    assert pays(group, 1, {0: 8}, {0: (512, 512)})
+    assert not pays(group, 1, {0: 8}, {0: (30, 512)}) and not group.draft_wait, "not even a trial"
+    assert not pays(group, 16, {0: 8}, {0: (512, 512)}), "the gain is shared by 16 rows"
     group.row_costs = RowCosts()
-    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)}), "costs are to be measured"
+    assert pays(group, 1, {0: 8}, {0: (512, 512)}), "costs are to be measured"
 
 
 def test_steps_without_drafts_are_measured_before_a_second_one_with_some() -> None:
     """As at the start of a worker, if all decodes were beside prompts."""
     (group,) = timed(8, 5, 0, 1.0)[0].machine.cache.groups.values()
     group.row_costs = RowCosts()
-    wanted, chances = {0: 8}, {0: Chances(900, 900)}
+    wanted, chances = {0: 8}, {0: (900, 900)}
     assert sum(choose(group, 1, wanted, chances).values()) == 8, "no step was measured"
     group.row_costs.add(1, 8, 1000, 1500)
     assert choose(group, 1, wanted, chances) == {}
@@ -195,13 +188,13 @@ def test_behind_a_step_in_flight_a_proposal_loses_its_first_token() -> None:
     driver, _ = timed(8, 5, 0, 1.0)
     (group,) = driver.machine.cache.groups.values()
     group.row_costs = costs(5, 700)
-    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+    assert pays(group, 1, {0: 8}, {0: (512, 512)})
     driver.submit([10, 2, 3, 4], 50)
     driver.turn()
     assert group.sent
-    assert not pays(group, 1, {0: 8}, {0: Chances(512, 512)})
+    assert not pays(group, 1, {0: 8}, {0: (512, 512)})
     group.draft_wait = group.drafts_from = 0
-    assert pays(group, 1, {0: 8}, {0: Chances(512, 512)}, goes_on=True), "the steps behind it lose none"
+    assert pays(group, 1, {0: 8}, {0: (512, 512)}, goes_on=True), "the steps behind it lose none"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +213,7 @@ def test_trials_that_find_nothing_take_a_96th_of_the_time(row_us: int, longest: 
     group.row_costs, waits = costs(row_us), []
     for _ in range(12):
         group.last_step, group.drafts_from = 0, 0
-        assert choose(group, 1, {0: 8}, {0: Chances(1, 1)}) == {}
+        assert choose(group, 1, {0: 8}, {0: (1, 1)}) == {}
         waits.append(group.draft_wait)
     assert waits[0] == 4 and waits[-1] == pytest.approx(longest, abs=1) and waits == sorted(waits)
 

@@ -18,7 +18,8 @@ from ..cache.costs import DURATION_US_MAX, UNIT
 from ..cache.draft_gains import size_of
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN, UNKNOWN
-from .draft_choice import MARGIN, TRIALS, Chances
+from .draft_chances import Chances, run_of
+from .draft_choice import MARGIN, TRIALS
 
 DECIDE_EVERY = 8  # steps that repeat the one before without a look at drafts
 TRIAL_FIRST, TRIAL = 8, 2  # steps of a new worker's trial, and of a later one
@@ -115,7 +116,7 @@ def _best(group: Group, rows: int, most: int, chances: Chances, begins: int) -> 
     plain = least = UNIT * model.gains.plain_us[size_of(rows)]
     way = max(0, took - plain)
     best = CERTAIN + CERTAIN // (BEGIN_MARGIN if begins else MARGIN)
-    for number, chance in enumerate(chances.of(most), 1):
+    for number, chance in enumerate(run_of(chances, most), 1):
         tokens += chance
         took += rows * costs.line.token + model.pass_time
         if tokens * least > best * took:

@@ -14,103 +14,19 @@ draft of each row, so that costs are known anew. Where drafts pay, one step of 3
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate, chain
-from operator import itemgetter, neg
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from ..cache.groups import Group
 from ..cache.model_drafts import CERTAIN
 from ..cache.row_costs import UNKNOWN, RowCosts
+from .draft_chances import Chances, Ranked, likeliest, ranked_of
 
-GROUP_OF = 32  # the averaging window of a group's chances, in results
-CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each result
 WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
 TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
 BEGIN_MARGIN = 4  # of drafts that begin within a wait
 LOOK_EVERY = 4  # results of a wait until the next look whether drafts pay now
-RANKED_KEPT = 8  # the last sets of drafts that were ranked
 MARGIN = 16  # drafts must gain 1 / MARGIN: chances and costs are estimates
-
-
-class Chances(NamedTuple):
-    """The chances of a request's drafts, in 1 / CERTAIN.
-
-    Attributes:
-        first: That the first draft of a step is accepted.
-        later: That a draft behind an accepted one is.
-    """
-
-    first: int
-    later: int
-
-    def learned(self, drafted: int, accepted: int) -> Chances:
-        """Return the chances after a result.
-
-        Args:
-            drafted: How many drafts were verified, at least 1.
-            accepted: How many of these became tokens.
-        """
-        first = _kept(self.first, min(accepted, 1), 1)
-        if drafted == 1 or not accepted:
-            return Chances(first, self.later)
-        return Chances(first, _kept(self.later, accepted - 1, min(accepted, drafted - 1)))
-
-    def observed(self, place: int, is_right: bool) -> Chances:
-        """Return the chances after a proposed token that no step verified; the proposed ones before it were right.
-
-        Args:
-            place: Its place in the proposal.
-            is_right: Whether it became a token.
-        """
-        if place:
-            return Chances(self.first, _kept(self.later, is_right, 1))
-        return Chances(_kept(self.first, is_right, 1), self.later)
-
-    def doubted(self) -> Chances:
-        """Return what a new request begins with if these are its group's chances: its first draft is a toss at most."""
-        return Chances(min(self.first, CERTAIN // 2), self.later)
-
-    def of(self, drafts: int) -> list[int]:
-        """Return the chance of each of so many drafts to become a token."""
-        each, later = self.first, self.later
-        return [each, *[each := each * later // CERTAIN for _ in range(drafts - 1)]] if drafts > 0 else []
-
-
-class Ranked(NamedTuple):
-    """The drafts that a step may verify.
-
-    Attributes:
-        runs: The chances of each row's drafts.
-        each: All of these, the highest first.
-        sums: The sums of the first 0, 1, 2, ... of `each`.
-    """
-
-    runs: Sequence[Sequence[int]]
-    each: Sequence[int]
-    sums: Sequence[int]
-
-
-def rank(runs: Sequence[Sequence[int]]) -> Ranked:
-    """Rank the drafts of rows by the chances of each row's drafts."""
-    each = sorted(chain.from_iterable(runs), reverse=True)
-    return Ranked(runs, each, list(accumulate(each, initial=0)))
-
-
-@lru_cache(RANKED_KEPT)
-def _ranked(wanted: tuple[int, ...], chances: tuple[Chances, ...], left_out: int) -> Ranked:
-    """Rank the drafts of rows that want so many each, without the first `left_out` of each.
-
-    Drafts are ranked when proposals come, and when their step is planned, mostly with nothing changed in between.
-    """
-    return rank([each.of(most)[left_out:] for each, most in zip(chances, wanted, strict=True)])
-
-
-def _kept(chance: int, good: int, tried: int) -> int:
-    return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
 
 
 def best(costs: RowCosts, rows: int, ranked: Ranked, *, waited: bool = False, margin: int = MARGIN) -> int:
@@ -151,7 +67,7 @@ def choose(
         chances: The chances of each slot's drafts.
         asked: Some of the proposals were asked of a draft model.
     """
-    ranked = _ranked(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), 0)
+    ranked = ranked_of(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), 0)
     costs, is_trial = group.row_costs, group.drafts_from > 0
     if not asked:
         group.drafts_from = 0  # of lookup
@@ -172,34 +88,6 @@ def choose(
     return likeliest(wanted, ranked, count)
 
 
-def likeliest(slots: Iterable[int], ranked: Ranked, count: int) -> dict[int, int]:
-    """Return how many of the `count` likeliest drafts each slot has; of equal ones, those of the first slots count.
-
-    Args:
-        slots: The slots of the rows.
-        ranked: Their drafts.
-        count: How many drafts to choose.
-
-    Returns:
-        By slot, the one with the likeliest draft first.
-    """
-    if not count:
-        return {}
-    if count == len(ranked.each):
-        numbers = [(-run[0], slot, len(run)) for slot, run in zip(slots, ranked.runs, strict=True) if run]
-    else:
-        least, numbers = ranked.each[count - 1], list[tuple[int, int, int]]()
-        equal = count - bisect_left(ranked.each, -least, key=neg)
-        for slot, run in zip(slots, ranked.runs, strict=True):
-            number = bisect_left(run, -least, key=neg)
-            while equal and number < len(run) and run[number] == least:
-                number, equal = number + 1, equal - 1
-            if number:
-                numbers.append((-run[0], slot, number))
-    numbers.sort(key=itemgetter(0))
-    return {slot: number for _, slot, number in numbers}
-
-
 def pays(
     group: Group, rows: int, wanted: Mapping[int, int], chances: Mapping[int, Chances], *, goes_on: bool = False
 ) -> bool:
@@ -217,7 +105,7 @@ def pays(
         goes_on: Whether most of the slots had proposals with earlier results too, which have been right.
     """
     costs, first = group.row_costs, int(bool(group.sent) and not goes_on)
-    ranked = _ranked(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), first)
+    ranked = ranked_of(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), first)
     if MARGIN * ranked.sums[-1] <= rows * CERTAIN:
         return False
     if not costs.is_known or not costs.has_times:

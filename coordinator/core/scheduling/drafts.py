@@ -34,6 +34,7 @@ from ..requests.request import UNKNOWN, Request
 from ..requests.table import RequestTable
 from ..sizes import DRAFT_HISTORY_TOKENS
 from . import draft_asks, draft_choice
+from .draft_chances import GROUP_OF, Chances, doubted, learned, observed
 from .rows import RunningRows
 
 ChosenDrafts = Mapping[int, tuple[int, ...]]  # by slot
@@ -164,15 +165,15 @@ class Drafts:
             if run != self._rows.run[slot] or not s.running[slot]:
                 continue
             request, is_right = self._requests.live[int(s.request[slot])], token == tokens[place]
-            self._know(group, request, self._looked_up(group, request).observed(place, is_right))
+            self._know(group, request, observed(self._looked_up(group, request), place, is_right))
             if is_right and place + 1 < len(tokens):
                 expected[slot] = run, place + 1, tokens
 
-    def _know(self, group: Group, request: Request, chances: draft_choice.Chances) -> None:
+    def _know(self, group: Group, request: Request, chances: Chances) -> None:
         """Give a request new chances, and move those of its group."""
         request.draft_chance, request.draft_later = first, later = chances
-        group.draft_chance += (first - group.draft_chance) // draft_choice.GROUP_OF
-        group.draft_later += (later - group.draft_later) // draft_choice.GROUP_OF
+        group.draft_chance += (first - group.draft_chance) // GROUP_OF
+        group.draft_later += (later - group.draft_later) // GROUP_OF
 
     def most(self, group: Group) -> int:
         """Return how many tokens the group's worker may propose for a row; 0: none."""
@@ -234,24 +235,24 @@ class Drafts:
     def _with_states(self, group: Group, slots: list[int], room: int) -> list[int]:
         """Return the slots that may have drafts: where there are fewer states than slots, those of the likeliest."""
         if 0 < room < len(slots) and group.state_blocks:
-            return sorted(slots, key=lambda slot: -self._chances(group, self._request(slot)).first)[:room]
+            return sorted(slots, key=lambda slot: -self._chances(group, self._request(slot))[0])[:room]
         return slots
 
     def _request(self, slot: int) -> Request:
         return self._requests.live[int(self._cache.sequences.request[slot])]
 
-    def _chances(self, group: Group, request: Request) -> draft_choice.Chances:
+    def _chances(self, group: Group, request: Request) -> Chances:
         """Return the chances of a request, or of its group's requests while it has none."""
         return self._modelled(group, request) if request.draft_by_model else self._looked_up(group, request)
 
-    def _modelled(self, group: Group, request: Request) -> draft_choice.Chances:
+    def _modelled(self, group: Group, request: Request) -> Chances:
         model, own = group.model_drafts, (request.draft_good, request.draft_expected)
-        return draft_choice.Chances(own_chance(model.first, *own), own_chance(model.later, *own))
+        return own_chance(model.first, *own), own_chance(model.later, *own)
 
-    def _looked_up(self, group: Group, request: Request) -> draft_choice.Chances:
+    def _looked_up(self, group: Group, request: Request) -> Chances:
         if request.draft_chance == UNKNOWN:
-            return draft_choice.Chances(group.draft_chance, group.draft_later).doubted()
-        return draft_choice.Chances(request.draft_chance, request.draft_later)
+            return doubted((group.draft_chance, group.draft_later))
+        return request.draft_chance, request.draft_later
 
     def ask(self, group: Group, slots: Slots, verifies: bool) -> int:
         """Return how many tokens the draft model proposes for each row of the next step; 0: none.
@@ -267,7 +268,7 @@ class Drafts:
         if room < 1 or most < 1:
             return 0
         each = [self._modelled(group, self._requests.live[request]) for request in s.request[slots].tolist()]
-        mean = draft_choice.Chances(*(sum(chances) // slots.size for chances in zip(*each, strict=True)))
+        mean = sum(first for first, _ in each) // slots.size, sum(later for _, later in each) // slots.size
         return draft_asks.ask(group, slots.size, most, mean, verifies, int(left.sum()) // slots.size)
 
     def choose(self, group: Group, decodes: Slots, prefilling: bool, may_reserve: bool) -> ChosenDrafts:
@@ -291,7 +292,7 @@ class Drafts:
         # How many drafts the blocks of each row hold behind its next token.
         inside = dict(zip(proposed, (s.used[rows] * s.block_size - s.length[rows] - ONE).tolist(), strict=True))
         requests, each = s.request[rows].tolist(), room // max(1, len(proposed))
-        wanted, chances, asked = dict[int, int](), dict[int, draft_choice.Chances](), False
+        wanted, chances, asked = dict[int, int](), dict[int, Chances](), False
         counts = self._wanted(group, proposed, [proposals[slot] for slot in proposed])
         for slot, count, request_id in zip(proposed, counts, requests, strict=True):
             most = min(each, count) if may_reserve else min(each, count, inside[slot])
@@ -338,7 +339,7 @@ class Drafts:
                 own = own_counts(request.draft_good + right, request.draft_expected + expected)
                 request.draft_good, request.draft_expected = own
             else:
-                self._know(group, request, self._looked_up(group, request).learned(tried, good))
+                self._know(group, request, learned(self._looked_up(group, request), tried, good))
             request.draft_count = tried
         tried, good = sum(drafted), sum(accepted)
         self._requests.drafts_total += len(requests)
