@@ -1,8 +1,9 @@
 """One turn of the coordinator, without its sockets: messages in, core, tables, messages out.
 
 The order is fixed: receive messages (a bounded number from each side), apply every event to the core, apply Turn, write
-the journal, publish the tables, send. The server runs turns over ZeroMQ, the simulator over a simulated network; both
-run one when input arrives and when the previous turn scheduled the next, and at no other time.
+the journal, publish the tables, send to workers, publish the gauges, send to clients. The server runs turns over
+ZeroMQ, the simulator over a simulated network; both run one when input arrives and when the previous turn scheduled the
+next, and at no other time.
 
 A turn never waits for a peer. If a client does not read, the core resends its stream later; its replies are queued
 here, up to a limit.

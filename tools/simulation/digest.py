@@ -24,11 +24,12 @@ from tools.simulation.attributes import WATCHERS
 
 # Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
 # `first_us`, `leaves`, `heaps`, `logs` and `rings` are derived from other state, and found again after a recovery.
-# `watcher` belongs to the simulator.
+# `_appender` is a part of another object and has no state of its own. `watcher` belongs to the simulator.
 PUBLISH_LISTS = frozenset(
     {
         *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
         *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps", "logs", "rings"),
+        "_appender",
     }
 )
 # A refusal is counted, makes its sender known, and takes time; nothing else may change.

@@ -18,7 +18,7 @@ from kvforge.coordinator.core.scheduling import scheduler
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.drafts import Drafts, place
 from kvforge.coordinator.core.scheduling.scheduler import Scheduler
-from kvforge.coordinator.core.workers.results import StepResults
+from kvforge.coordinator.core.workers.appending import TokenAppender
 from kvforge.coordinator.journal import restoring
 from kvforge.protocol.messages import GENERATED
 from tools.simulation import workers
@@ -57,9 +57,9 @@ def wrong_draft_accepted() -> list[Patch]:
 @fault
 def rejected_draft_indexed() -> list[Patch]:
     """The KV of the last accepted token's position, which is that of a rejected draft, is indexed as its own."""
-    real = StepResults._append_drafted
+    real = TokenAppender.append_drafted
 
-    def append_drafted(self: StepResults, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
+    def append_drafted(self: TokenAppender, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
         last = real(self, group, sent, rows, *rest)
         s, slots = self._cache.sequences, verified(sent, rows)
         computed = s.computed[slots]
@@ -68,21 +68,21 @@ def rejected_draft_indexed() -> list[Patch]:
         s.computed[slots] = computed
         return last
 
-    return [(StepResults, "_append_drafted", append_drafted)]
+    return [(TokenAppender, "append_drafted", append_drafted)]
 
 
 @fault
 def rejected_drafts_stay_scheduled() -> list[Patch]:
     """What was computed of a row with drafts counts as planned up to its last token."""
-    real = StepResults._append_drafted
+    real = TokenAppender.append_drafted
 
-    def append_drafted(self: StepResults, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
+    def append_drafted(self: TokenAppender, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
         last = real(self, group, sent, rows, *rest)
         slots = verified(sent, rows)
         self._cache.sequences.scheduled[slots] = self._cache.sequences.length[slots]
         return last
 
-    return [(StepResults, "_append_drafted", append_drafted)]
+    return [(TokenAppender, "append_drafted", append_drafted)]
 
 
 @fault
@@ -116,16 +116,16 @@ def accepted_drafts_charged_twice() -> list[Patch]:
 @fault
 def tokens_behind_a_stop_token_kept() -> list[Patch]:
     """Only the first and the last token of a result are compared with stop tokens."""
-    real = StepResults._append_drafted
+    real = TokenAppender.append_drafted
 
-    def append_drafted(self: StepResults, *arguments: Any) -> Any:
+    def append_drafted(self: TokenAppender, *arguments: Any) -> Any:
         rows = self._admission.rows
         most, rows.stops_most = rows.stops_most, 0
         last = real(self, *arguments)
         rows.stops_most = most
         return last
 
-    return [(StepResults, "_append_drafted", append_drafted)]
+    return [(TokenAppender, "append_drafted", append_drafted)]
 
 
 @fault
@@ -193,9 +193,9 @@ def blocks_of_rejected_drafts_kept() -> list[Patch]:
 @fault
 def blocks_of_rejected_drafts_charged() -> list[Patch]:
     """A tenant pays for the blocks that its rows give back, as if they held tokens."""
-    real = StepResults._append_drafted
+    real = TokenAppender.append_drafted
 
-    def append_drafted(self: StepResults, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
+    def append_drafted(self: TokenAppender, group: Group, sent: Any, rows: Any, *rest: Any) -> Any:
         found = real(self, group, sent, rows, *rest)
         s, slots = self._cache.sequences, verified(sent, rows)
         unused = s.used[slots] * s.block_size - s.length[slots]
@@ -204,7 +204,7 @@ def blocks_of_rejected_drafts_charged() -> list[Patch]:
             tenants.service[tenant] += tokens / tenants.weight[tenant]
         return found
 
-    return [(StepResults, "_append_drafted", append_drafted)]
+    return [(TokenAppender, "append_drafted", append_drafted)]
 
 
 @fault
