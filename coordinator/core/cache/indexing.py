@@ -16,7 +16,6 @@ from .sequences import Sequences, Slots, unmarked
 from .windows import Windows
 
 Tokens = npt.NDArray[np.int32]
-FEW = 8  # up to so many rows, a loop is faster than numpy
 
 
 class Indexing:
@@ -57,11 +56,7 @@ class Indexing:
         if not np.count_nonzero(filled):
             return
         slots, new = slots[filled], new[filled]
-        simple = new == 1
-        if slots.size <= FEW:
-            simple &= np.array([group.index.alive(parent) for parent in s.parent[slots].tolist()])
-        else:
-            simple &= group.index.all_alive(s.parent[slots])
+        simple = (new == 1) & group.index.all_alive(s.parent[slots])
         if alike := np.count_nonzero(simple):
             self._one_each(group, slots[simple])
         for slot in slots[~simple].tolist() if alike < slots.size else ():
