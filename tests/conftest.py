@@ -13,11 +13,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import pytest
+from _pytest.logging import catching_logs
 from hypothesis import settings
 
 from kvforge.models import store
@@ -44,6 +47,7 @@ STATM = Path("/proc/self/statm")
 HANG_S, WATCH_EVERY_S = 300, 60  # a test that hangs for both shows where it is
 _terminal, _watch_began = [2], [-math.inf]  # pytest points descriptor 2 elsewhere while a test runs
 _collected_at = [0]
+_loggers = [0]
 _shared: list[SharedForkServers] = []
 # Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
 gc.disable()
@@ -59,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     amount.choose(config)
     assert sys.__stderr__ is not None
     _terminal[:] = [os.dup(sys.__stderr__.fileno())]
+    _report_less(config)
     whole = not (config.getoption("file_or_dir") or config.getoption("keyword") or config.getoption("collectonly"))
     if whole and sys.platform == "linux" and config.getoption("numprocesses", None):  # the controller of xdist
         _shared.append(SharedForkServers())
@@ -91,25 +96,62 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Let the collector run while tests do, though less often: it took a twentieth of many files' time."""
-    _let_records_reach_the_root()
     keep_all()
     gc.set_threshold(*COLLECT_AFTER)
     gc.enable()
 
 
 def _let_records_reach_the_root() -> None:
-    """Let pytest add its handlers to the root logger alone.
+    """Let all loggers pass their records on to the root, where pytest has its handlers."""
+    loggers = logging.getLogger().manager.loggerDict
+    if len(loggers) != _loggers[0]:
+        _loggers[0] = len(loggers)
+        for logger in [*loggers.values()]:
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
 
-    It adds them to each logger that passes no records on, six times a test. torch has 40 of these, which took a tenth
-    of a millisecond each time.
+
+def _attach_to_root(catching: catching_logs[Any]) -> Any:
+    """Begin to catch logs as pytest does, at the root alone.
+
+    pytest looks for loggers that pass no records on, six times a test. Each module of transformers has a logger: a look
+    took a fifth of a millisecond.
     """
-    for logger in logging.getLogger().manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            logger.propagate = True
+    root = logging.getLogger()
+    root.addHandler(catching.handler)
+    catching.attached_loggers.append(root)
+    if catching.level is not None:
+        catching.handler.setLevel(catching.level)
+        catching.orig_level = root.level
+        root.setLevel(min(root.level, catching.level))
+    return catching.handler
+
+
+setattr(catching_logs, "__enter__", _attach_to_root)  # noqa: B010 - mypy allows no assignment
+
+
+def _report_less(config: pytest.Config) -> None:
+    """Let a process of xdist report no start of a test, and no set-up or teardown that passed without output.
+
+    A report takes the process and the controller half a millisecond, and six were sent for each test.
+    """
+    if config.getoption("durations", None) or config.getoption("xmlpath", None):  # these show set-up and teardown
+        return
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":
+            plugin.sendevent = partial(_send, plugin.sendevent)
+
+
+def _send(send: Callable[..., None], name: str, **values: Any) -> None:
+    report = values.get("data", {})
+    silent = report.get("outcome") == "passed" and report.get("when") != "call" and not report.get("sections")
+    if name != "logstart" and not (name == "testreport" and silent):
+        send(name, **values)
 
 
 def pytest_runtest_logstart() -> None:
     """Watch for a hang. pytest's own watch starts and ends a thread for each test, which took a millisecond."""
+    _let_records_reach_the_root()
     if _watch_began[0] + WATCH_EVERY_S < monotonic():
         _watch_began[0] = monotonic()
         faulthandler.dump_traceback_later(HANG_S + WATCH_EVERY_S, file=_terminal[0])
