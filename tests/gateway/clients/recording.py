@@ -22,6 +22,7 @@ import httpx
 import msgspec
 
 from tests.gateway.clients.stage import Exchange, Stage
+from tests.gateway.served import NO_CERTIFICATES
 
 FOLDER = Path(__file__).parent / "recorded"
 RECORD = "KVFORGE_RECORD"
@@ -149,7 +150,7 @@ class Replay:
             body = self._ids.real(json.dumps(recorded.body, ensure_ascii=False)).encode()
         url = f"{self._stage.url}{self._ids.real(recorded.path)}" + (f"?{recorded.query}" if recorded.query else "")
         until = time.monotonic() + POLL_S
-        with httpx.Client(trust_env=False, timeout=POLL_S) as client:
+        with httpx.Client(trust_env=False, timeout=POLL_S, verify=NO_CERTIFICATES) as client:
             while True:
                 client.request(recorded.method, url, content=body, headers=recorded.headers)
                 exchange = self._stage.exchanges[-1]

@@ -19,7 +19,7 @@ import pytest
 
 from kvforge import Client
 from kvforge.routing import seed_of
-from tests.gateway.served import Gateway
+from tests.gateway.served import NO_CERTIFICATES, Gateway
 from tools.chaos import tokenizer
 from tools.cluster.cluster import Cluster
 
@@ -101,7 +101,7 @@ class Replicas:
 
     def ask(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
         url = f"{self.gateway.url}/v1/completions"
-        answer = httpx.post(url, json=body(prompt, **fields), headers=headers, timeout=60)
+        answer = httpx.post(url, json=body(prompt, **fields), headers=headers, timeout=60, verify=NO_CERTIFICATES)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
@@ -146,7 +146,7 @@ def prompt_of(number: int, length: int = 40) -> list[int]:
 async def streamed(url: str, asked: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[list[int]]:
     """Yield the tokens of an answer as they arrive."""
     async with (
-        httpx.AsyncClient(timeout=DEADLINE_S) as http,
+        httpx.AsyncClient(timeout=DEADLINE_S, verify=NO_CERTIFICATES) as http,
         http.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}, headers=headers) as stream,
     ):
         assert stream.status_code == 200, await stream.aread()
@@ -333,7 +333,7 @@ def test_no_worker_is_left_and_nothing_is_said_to_be_served(served: Replicas) ->
     answer = httpx.get(f"{served.gateway.url}/v1/models")
     assert answer.status_code == 503 and "no worker is connected" in answer.text
     served.clusters["c"].start_worker("w0")
-    served.wait(lambda: httpx.get(f"{served.gateway.url}/v1/models").status_code == 200)
+    served.wait(lambda: httpx.get(f"{served.gateway.url}/v1/models", verify=NO_CERTIFICATES).status_code == 200)
 
 
 def test_rank_0_is_dead_and_nothing_is_said_to_be_served(tmp_path: Path) -> None:
@@ -343,10 +343,10 @@ def test_rank_0_is_dead_and_nothing_is_said_to_be_served(tmp_path: Path) -> None
         cluster.start("w0", "w1")
         place = f'names = ["tiny"]\n[replicas.a]\nruntime_dir = "{cluster.runtime}"\n'
         with Gateway(cluster.runtime, tmp_path, place) as gateway:
-            assert httpx.get(f"{gateway.url}/v1/models").status_code == 200
+            assert httpx.get(f"{gateway.url}/v1/models", verify=NO_CERTIFICATES).status_code == 200
             cluster.kill("w0")
             deadline = time.monotonic() + DEADLINE_S
-            while httpx.get(f"{gateway.url}/v1/models").status_code != 503:
+            while httpx.get(f"{gateway.url}/v1/models", verify=NO_CERTIFICATES).status_code != 503:
                 assert time.monotonic() < deadline
                 select.select([], [], [], 0.05)
             assert httpx.get(f"{gateway.url}/health").status_code == 503
