@@ -16,7 +16,7 @@ from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from tests.worker import quick_loads
 from tests.worker.loading.random_models import save
-from tools.cluster.passed_trials import remember_trials
+from tools.cluster.passed_checks import remember_comparisons, remember_rehearsals, remember_trials
 
 build = import_module("kvforge.worker.loading.build")  # the package has a function of that name
 Calls = list[str]
@@ -104,3 +104,56 @@ def test_forked_workers_try_the_rows_of_an_equal_model_once(
     assert len(tried) == 3, "the last load passes without a trial"
     load(4, rope_theta=5e5)
     assert len(tried) == 4, "another model"
+
+
+def test_forked_workers_compare_an_equal_model_once(
+    load: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, result = list[str](), ["planted"]
+    module = import_module("kvforge.worker.loading.load")
+    verify = module.verify
+
+    def noted(model: LoadedModel, *given: Any, **how: Any) -> Any:
+        compared.append(Path(model.info.source).parent.name)
+        return verify(model, *given, **how)
+
+    monkeypatch.setattr(module, "verify", noted)
+    monkeypatch.setattr(determinism, "_unsteady", lambda *_: result[0])
+    (tmp_path / "passed").mkdir()
+    remember_trials(tmp_path / "passed")
+    remember_comparisons(tmp_path / "passed")
+    for number in range(2):
+        load(number)
+    assert set(compared) == {"0", "1"}, "a load that fails later is compared again"
+    result[0] = ""
+    assert [load(number).unsteady for number in (2, 3)] == ["", ""]
+    assert set(compared) == {"0", "1", "2"}
+    load(4, rope_theta=5e5)
+    assert set(compared) == {"0", "1", "2", "4"}, "another model"
+
+
+def test_forked_workers_load_names_and_shapes_once(
+    load: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, rehearse, foresee = list[str](), build.rehearse, build.foresee
+    fails = [True]
+
+    def planted(*given: Any) -> Any:
+        if fails[0]:
+            raise UnsupportedModel("llama", "planted")
+        return foresee(*given)
+
+    monkeypatch.setattr(build, "rehearse", lambda *given: tried.append(given[-1]) or rehearse(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(build, "foresee", planted)
+    (tmp_path / "passed").mkdir()
+    remember_rehearsals(tmp_path / "passed")
+    for number in range(2):
+        with pytest.raises(UnsupportedModel, match="planted"):
+            load(number)
+    fails[0] = False
+    load(2)
+    assert len(tried) == 3
+    assert load(3).fused is not None
+    assert len(tried) == 3, "the last load passes without"
+    load(4, num_hidden_layers=1)
+    assert len(tried) == 4, "other shapes"

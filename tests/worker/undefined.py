@@ -7,6 +7,7 @@ of that; most other numbers give no warning. NaN gives none, and every result th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -36,8 +37,8 @@ def _filling(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @wraps(make)
     def filled(*given: Any, **named: Any) -> torch.Tensor:
         made = make(*given, **named)
-        if made.dtype in DTYPES and made.device.type == "cpu" and made.nbytes <= BYTES_MAX:
-            made.detach().fill_(float("nan"))
+        if made.is_cpu and made.dtype in DTYPES and made.nbytes <= BYTES_MAX:
+            (made.detach() if made.requires_grad else made).fill_(math.nan)
         return made
 
     return filled

@@ -274,11 +274,14 @@ def _import_all(imports: str) -> None:
 
             _import_what_any_model_needs()
             if folder := os.environ.get(SHARED):
-                from .passed_trials import remember_trials
+                from .passed_checks import remember_comparisons, remember_rehearsals, remember_trials, try_few_rows
 
-                trials = Path(folder, "trials")
-                trials.mkdir()
-                remember_trials(trials)
+                passed = Path(folder, "passed")
+                passed.mkdir()
+                remember_trials(passed)
+                remember_comparisons(passed)
+                remember_rehearsals(passed)
+                try_few_rows()
             _load_a_model()
             _keep_library_pages()
         else:

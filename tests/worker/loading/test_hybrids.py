@@ -23,7 +23,7 @@ from kvforge.protocol.errors import InvalidConfiguration, KernelError, Unsupport
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
-from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, verification
+from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, trial, verification
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.mixers import MIXING, mixers_of
 from kvforge.worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
@@ -400,6 +400,7 @@ def test_the_trial_mixes_a_token_of_many_batches_once_and_single_ones_each_time(
         return run(*given) * (1 + factor[0] * len(mixed))
 
     monkeypatch.setattr(mixers, "_mixed_behind_zeros", counted)
+    monkeypatch.setattr(trial, "SINGLES", SINGLES)  # all of them
     assert unsteady_mixers(model) == ""
     batches = [*(range(first, first + 1) for first in range(SINGLES))]
     batches += [range(first, first + count) for count in LADDER[1:] for first in (0, OFFSET)]
