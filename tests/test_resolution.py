@@ -29,7 +29,7 @@ MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 TORCH = re.search(r"^TORCH\s+\?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]
 PYTHONS = ("3.11", "3.12", "3.13")
-BY_UV = ("3.11", pytest.param("3.12", marks=pytest.mark.soak), "3.13")  # the oldest and the newest in `make test`
+BY_UV = (*(pytest.param(version, marks=pytest.mark.soak) for version in ("3.11", "3.12")), "3.13")
 UNREACHABLE = ("NewConnectionError", "Temporary failure in name resolution", "No matching distribution found for torch")
 UNREACHABLE_BY_UV = re.compile(r"error sending request|dns error|Failed to fetch")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

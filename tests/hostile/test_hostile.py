@@ -102,7 +102,7 @@ def workers(kv: Client) -> list[str]:
     return [worker.name for worker in kv.health().workers]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinator], seed: int) -> None:
     coordinator = Coordinator(folder, "drain_s = 0\n")
     started.append(coordinator)

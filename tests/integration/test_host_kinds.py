@@ -68,7 +68,7 @@ def test_evicted_prefixes_come_back_with_the_same_bits_whatever_dies(name: str, 
 
 # behaviour: the sequences of a killed worker go on from the host with their windows or their state
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("gemma3", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma3"])
 def test_running_sequences_go_on_if_they_are_written_back(name: str, tmp_path: Path) -> None:
     more = "[cache]\nhost_writeback_blocks = 8\ncheckpoint_tokens = 32\n"
     with cluster_of(name, tmp_path, 400, more) as cluster:

@@ -18,7 +18,7 @@ from tools.cluster.cluster import Cluster
 from .shared import wait_empty
 
 END_S = 60.0
-TOKENS = 800
+TOKENS = 500
 LIMITS = "[limits]\nlease_s = 0.3\nreattach_s = 1.0\n"
 CLIENT = """
 import json, sys

@@ -61,7 +61,7 @@ def test_streams_that_are_being_read_go_on_through_kills_as_if_nothing_had_happe
         assert (stats.sequences, stats.requests.recomputed_tokens_total) == (0, 0)
 
 
-@pytest.mark.parametrize("kills", [1, 3])
+@pytest.mark.parametrize("kills", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_coordinator_goes_on_and_nothing_is_computed_again(kills: int) -> None:
     with Cluster() as cluster:
         first = cluster.start("w0")

@@ -1,25 +1,28 @@
 """Requests of mixed shape through real processes, with cancels, killed clients and a killed worker.
 
-A thousand in `make test-all`, the first 400 in `make test`.
+A thousand in `make test-all`, the first 250 in `make test`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
 
-from kvforge import AsyncClient, Client
+from kvforge import AsyncClient, Client, Request
 from kvforge.protocol.errors import AlreadyFinished
 from tests.amount import examples
 from tools.cluster.cluster import Cluster
+from tools.cluster.fork_server import SERVICES, Child, fork_server
 
 from .mixed import Shape, shapes
 from .shared import wait_empty
 
-REQUESTS = max(400, examples(1000))
+REQUESTS = examples(1000)
 TOGETHER = 64
 KILLED_CLIENTS = 4
 MEMORY_SLACK = 8 << 20
@@ -94,14 +97,27 @@ class Run:
         self.ends["cancelled"] += 1
 
 
+def clients(folder: Path, endpoint: str) -> list[tuple[Child, IO[bytes]]]:
+    """Start clients that submit until they are killed, with what they print."""
+    server, environment = fork_server(SERVICES), dict(os.environ)
+    return [
+        server.start_piped([endpoint, str(i)], folder / "clients.log", environment, "tests.integration.mixed")
+        for i in range(KILLED_CLIENTS)
+    ]
+
+
+def submitted(kv: Client) -> Iterator[tuple[Shape, Request]]:
+    """Submit a request of each shape, each with prefixes of its own."""
+    for i, shape in enumerate(shapes()):
+        yield (
+            shape,
+            kv.submit(shape.prompt, max_tokens=shape.max_tokens, sampling=shape.sampling, cache_salt=f"alone {i}"),
+        )
+
+
 def answers_alone(kv: Client) -> dict[Shape, tuple[int, ...]]:
     """Return each shape's answer when it runs alone, without cached prefixes."""
-    return {
-        shape: kv.submit(shape.prompt, max_tokens=shape.max_tokens, sampling=shape.sampling, cache_salt=f"alone {i}")
-        .result(60)
-        .tokens
-        for i, shape in enumerate(shapes())
-    }
+    return {shape: request.result(60).tokens for shape, request in submitted(kv)}
 
 
 async def run_all(cluster: Cluster, alone: dict[Shape, tuple[int, ...]]) -> Run:
@@ -112,29 +128,22 @@ async def run_all(cluster: Cluster, alone: dict[Shape, tuple[int, ...]]) -> Run:
         return run
 
 
-def test_a_thousand_mixed_requests_leave_nothing_and_answer_as_if_alone() -> None:
+def test_a_thousand_mixed_requests_leave_nothing_and_answer_as_if_alone(tmp_path: Path) -> None:
     """behaviours 28, 29, 31, 33, 35. The pools are so small that requests preempt each other."""
     with Cluster(blocks=48, coordinator=COORDINATOR) as cluster:
         kv = cluster.start("w0", "w1")
         alone = answers_alone(kv)
-        victims = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.mixed", cluster.endpoint, str(i)], stdout=subprocess.PIPE
-            )
-            for i in range(KILLED_CLIENTS)
-        ]
+        victims = clients(tmp_path, cluster.endpoint)
         try:
-            for victim in victims[: KILLED_CLIENTS // 2]:
-                assert victim.stdout is not None
-                assert victim.stdout.readline() == b"streaming\n"
+            for victim, printed in victims[: KILLED_CLIENTS // 2]:
+                assert printed.readline() == b"streaming\n"
                 victim.kill()
             run = asyncio.run(run_all(cluster, alone))
         finally:
-            for victim in victims:
+            for victim, printed in victims:
                 victim.kill()
                 victim.wait(20)
-                assert victim.stdout is not None
-                victim.stdout.close()
+                printed.close()
         assert sum(run.ends.values()) == REQUESTS
         assert run.ends["cancelled"] and run.ends["length"] and run.ends["stop"]
         stats = wait_empty(kv)

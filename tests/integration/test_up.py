@@ -168,10 +168,10 @@ def restarts_a_worker(folder: Path, running: Process) -> None:
 
 def restarts_the_coordinator(folder: Path, running: Process) -> None:
     with client(folder) as kv:
-        request = kv.submit([1, 2], max_tokens=900, sampling=GREEDY)
+        request = kv.submit([1, 2], max_tokens=500, sampling=GREEDY)
         next(iter(request))
         os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)
-        assert len(request.result(timeout_s=READY_S).tokens) == 900
+        assert len(request.result(timeout_s=READY_S).tokens) == 500
         running.expect("coordinator ended (killed by SIGKILL)", "restarting coordinator")
         assert kv.wait_ready(READY_S).ready
         assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"

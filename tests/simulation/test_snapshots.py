@@ -35,7 +35,11 @@ class Enough(Exception):
     """The world has reached the state that the test needs."""
 
 
-@pytest.fixture(params=[(3, 0.0), (5, 0.0), (1, 1.0), (9, 1.0)])
+# A world without recurrent states and one with them; two more of each kind are soak tests.
+MORE = [pytest.param(world, marks=pytest.mark.soak) for world in ((5, 0.0), (9, 1.0))]
+
+
+@pytest.fixture(params=[(3, 0.0), (1, 1.0), *MORE])
 def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Snapshots]]:
     """A busy machine with running rows and waiting requests; its snapshots were set up at the start."""
     seed, states = request.param

@@ -13,7 +13,7 @@ from kvforge import AsyncClient, AsyncRequest, SamplingParams
 from kvforge.loadtest.command.main import main
 from kvforge.loadtest.fleet.simulated import SimulatedFleet
 from kvforge.protocol.errors import InvalidRequest, Unavailable
-from kvforge.routing import POLICIES, PREFIX
+from kvforge.routing import PREFIX, ROUND_ROBIN
 
 GREEDY = SamplingParams(temperature=0.0)
 REQUESTS, TOKENS = 8, 300
@@ -66,7 +66,8 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
         SimulatedFleet(coordinator_settings={"journal": {}})
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+# What round robin chooses is a unit test of the router.
+@pytest.mark.parametrize("policy", [PREFIX, pytest.param(ROUND_ROBIN, marks=pytest.mark.soak)])
 def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests share a prefix and arrive one by one: a router that queries finds the replica with the prefix, round
     robin only after visiting all."""

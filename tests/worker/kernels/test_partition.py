@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,14 @@ def test_every_thread_gets_whole_vectors(threads: int) -> None:
         assert length < 1.25 * count + VECTOR_STEP * threads * threads
 
 
-@pytest.mark.parametrize("share", [7, pytest.param(1, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("capability", ["avx2", "avx512"])
+def cases() -> list[Any]:
+    """Return vector instructions and shares of the pairs: where torch has AVX-512, those of AVX2 are soak tests."""
+    older = [pytest.mark.soak] if torch.backends.cpu.get_cpu_capability() == "AVX512" else []
+    few = [pytest.param("avx2", 7, marks=older), ("avx512", 7)]
+    return few + [pytest.param(each, 1, marks=pytest.mark.soak) for each in ("avx2", "avx512")]
+
+
+@pytest.mark.parametrize(("capability", "share"), cases())
 def test_bits_do_not_depend_on_place_size_or_threads(capability: str, share: int) -> None:
     """With every number of threads and every size for each function, and in the soak test with every pair of both."""
     if not getattr(torch.cpu, f"_is_{capability}_supported")():
