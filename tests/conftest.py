@@ -49,7 +49,7 @@ _terminal, _watch_began = [2], [-math.inf]  # pytest points descriptor 2 elsewhe
 _collected_at = [0]
 _loggers = [0]
 _shared: list[SharedForkServers] = []
-# Collection imports torch and transformers and makes ten thousand tests: none of it is garbage, now or at the end.
+# Collection imports torch and transformers and makes ten thousand tests: nothing here is garbage, now or at the end.
 gc.disable()
 atexit.register(keep_all)
 

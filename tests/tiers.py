@@ -128,17 +128,22 @@ EXCEPTIONS = {
     "tests/integration/test_drafts.py::test_a_model_with_recurrent_states_gives_the_bits_without_drafts": "soak",
     # A model with states and an EAGLE-3 head comes back from the disk in a process test.
     "tests/integration/test_eagle.py::test_a_head_drafts_for_a_model_with_recurrent_states": "soak",
+    # tests/worker/step/test_heads.py rejects drafts of heads, test_draft_bits.py finds one that is accepted wrongly.
+    "tests/integration/test_eagle.py::test_a_head_that_is_mostly_wrong_changes_nothing": "soak",
     # A head with states comes back from the disk in a process test, and another head is a miss on the host.
     "tests/integration/test_eagle.py::test_the_disk_tier_keeps_what_a_head_stores_and_another_head_is_a_miss": "soak",
     # An EAGLE-3 head stores the same, and is a process test.
     "tests/integration/test_heads.py::test_preempted_requests_and_those_of_a_killed_worker_go_on": "soak",
+    # Modules draft over states in tests/worker/step/test_heads.py, other drafts over states in test_hybrids.py.
+    "tests/integration/test_heads.py::test_a_module_drafts_over_recurrent_states": "soak",
     "tests/integration/test_heads.py::test_the_disk_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
     "tests/integration/test_heads.py::test_the_host_tier_keeps_what_heads_store_and_other_workers_miss": "soak",
     # test_host_tier.py writes running sequences back; windows and states come back from the host in this file.
     "tests/integration/test_host_kinds.py::test_running_sequences_go_on_if_they_are_written_back": "soak",
-    "tests/integration/test_hybrid_recipes.py::test_the_recipes_in_16_bits": "soak",
-    "tests/integration/test_hybrid_recipes.py::test_the_recipes_with_thousands_of_tokens": "soak",
-    # With drafts and two ranks all of it is a process test.
+    # Hits, forks, rewinds and deaths are a story of test_hybrids.py, and tests/worker/step/test_states.py compares the
+    # bits behind prompts of any length.
+    "tests/integration/test_hybrid_recipes.py": "soak",
+    # With drafts and two ranks the same is a process test.
     "tests/integration/test_hybrids.py::test_states_through_hits_forks_rewinds_preemption_and_deaths": "soak",
     "tests/integration/test_hybrids.py::test_the_same_with_other_families": "soak",
     "tests/integration/test_sequences.py::test_ten_thousand_cycles_leave_memory_flat": "soak",

@@ -85,7 +85,7 @@ def test_the_disk_tier_keeps_what_heads_store_and_other_workers_miss(model: Path
 
 @NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_a_module_drafts_over_recurrent_states(family: str, tmp_path: Path) -> None:
     """Its weights are random, and nearly all of its drafts are wrong: none leaves a trace in a state."""
     model = write_mtp(tmp_path, family)

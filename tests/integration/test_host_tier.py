@@ -111,7 +111,8 @@ def _damage_head(path: Path) -> None:
 
 
 # behaviour: the sequences of a killed worker go on from the host, with the same bits
-@pytest.mark.parametrize("writeback", [0, 8])
+# Without, as in test_cluster.py, they are computed again.
+@pytest.mark.parametrize("writeback", [pytest.param(0, marks=pytest.mark.soak), 8])
 def test_running_sequences_go_on_from_the_host_if_they_are_written_back(writeback: int) -> None:
     with Cluster(blocks=64, coordinator=f"[cache]\nhost_writeback_blocks = {writeback}\n") as cluster:
         cluster.start_coordinator()

@@ -400,7 +400,7 @@ def test_the_trial_mixes_a_token_of_many_batches_once_and_single_ones_each_time(
         return run(*given) * (1 + factor[0] * len(mixed))
 
     monkeypatch.setattr(mixers, "_mixed_behind_zeros", counted)
-    monkeypatch.setattr(trial, "SINGLES", SINGLES)  # all of them
+    monkeypatch.setattr(trial, "SINGLES", SINGLES)  # as in a load that serves
     assert unsteady_mixers(model) == ""
     batches = [*(range(first, first + 1) for first in range(SINGLES))]
     batches += [range(first, first + count) for count in LADDER[1:] for first in (0, OFFSET)]
