@@ -265,15 +265,15 @@ def ceiling_ignored() -> list[Patch]:
 @fault
 def row_published_late() -> list[Patch]:
     """A changed row of the block table is published one turn late."""
-    real = publishing.publish
+    real = publishing.publish_rows
 
-    def publish(machine: Machine, tables: Any, now_us: int, journal: tuple[int, int]) -> None:
+    def publish_rows(machine: Machine, tables: Any) -> None:
         s = machine.cache.sequences
         late, s.changed_cells = s.changed_cells, getattr(machine, "late_cells", [])
-        real(machine, tables, now_us, journal)
+        real(machine, tables)
         machine.late_cells = late  # type: ignore[attr-defined]
 
-    return [(turns, "publish", publish)]
+    return [(turns, "publish_rows", publish_rows)]
 
 
 @fault
