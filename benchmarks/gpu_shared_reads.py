@@ -7,7 +7,7 @@ prompt, samples of one prompt, and a request's last token with four drafts. Both
 steady runs them, over the same pools; graphs of both alternate, and the median of each counts (see `gpu_decode`).
 Results must have the same bits. Plan: the host's time to find what is common and to plan both launches.
 
-Variants: other numbers of tiles of queries of a program, and of stages of its loop, than this GPU's.
+Variants: programs with other numbers of queries, tiles of these, warps and stages of the loop than this GPU's.
 
 Sharing is forced in every case; "used" says whether a worker would share there (see `shared_plan.SAVED_BYTES_MIN`).
 """
@@ -32,7 +32,7 @@ import torch
 from kvforge.worker.attention import AttentionOptions, KvLayer
 from kvforge.worker.attention import shared_decode as launching
 from kvforge.worker.attention.decode import DecodeWorkspace, paged_decode
-from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
+from kvforge.worker.attention.shared_decode import Program, shared_decode, shared_planner
 from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import current_target
@@ -83,20 +83,12 @@ CASES = {
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
-VARIANTS = [(tiles, stages) for tiles in (1, 2, 4) for stages in (3, 5)]
+WIDE = [Program(64, 1, 4, stages, 4) for stages in (1, 2, 3)] + [Program(128, 1, 8, stages, 4) for stages in (1, 2, 3)]
+VARIANTS = [Program(16, tiles, 4, stages) for tiles in (1, 2, 4) for stages in (3, 5)] + WIDE
 
 
-def varied(target: Target, stages: int) -> Target:
-    """Return the target with another number of stages of the loop over keys."""
-    return replace(target, decode={key: replace(tiles, stages=stages) for key, tiles in target.decode.items()})
-
-
-def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repeats: int, stages: int) -> dict[str, Any]:
-    """Return the times of a case in microseconds, and what its plans share.
-
-    stages: Of the loop of shared parts; 0: the target's.
-    """
-    sharing = varied(target, stages) if stages else target
+def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repeats: int) -> dict[str, Any]:
+    """Return the times of a case in microseconds, and what its plans share."""
     case, sizes = CASES[name], (LLAMA.heads, LLAMA.kv_heads, LLAMA.head_size)
     lengths, tables = case.lengths, case.tables()
     planner = shared_planner(len(lengths), *sizes, dtype, 0, target)
@@ -127,7 +119,7 @@ def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repea
 
     def attend(side: int, pool: int) -> None:
         if side:
-            shared_decode(query, pools[pool], table, shared, workspace, options, sharing)
+            shared_decode(query, pools[pool], table, shared, workspace, options, target)
         plan = own if side else alone
         paged_decode(query, pools[pool], table, plan, outputs[side], workspace, options, target)
 
@@ -156,7 +148,7 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--variants", action="store_true", help="other tiles and stages than this GPU's")
+    parser.add_argument("--variants", action="store_true", help="other programs than this GPU's")
     parser.add_argument("--json", help="write the results here too")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -165,12 +157,12 @@ def main() -> int:
     device = open_device("auto")
     target = replace(current_target(device), steady=True)
     results = []
-    for tiles, stages in VARIANTS if arguments.variants else [(0, 0)]:
-        with patch.object(launching, "_tiles", lambda *_, tiles=tiles: tiles) if tiles else nullcontext():
+    for program in VARIANTS if arguments.variants else [None]:
+        with patch.object(launching, "choose_program", lambda *_, one=program: one) if program else nullcontext():
             for dtype, name in product(DTYPES, arguments.cases):
-                found = measure(name, dtype, device, target, arguments.repeats, stages)
-                if tiles:
-                    found["case"] += f", {tiles} tiles, {stages} stages"
+                found = measure(name, dtype, device, target, arguments.repeats)
+                if program is not None:
+                    found["case"] += f", {program}"
                 results.append(found)
                 print(found, file=sys.stderr, flush=True)
                 torch.cuda.empty_cache()

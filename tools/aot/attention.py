@@ -55,7 +55,7 @@ def decode_configurations(target: Target) -> list[Configuration]:
 def shared_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `shared_decode_kernel` on `target`, which runs where rows are steady."""
     steady = replace(target, steady=True)
-    made = [_shared(steady, *each) for each in itertools.product(DTYPES, HEAD_SIZES, CAPPED, FAR)]
+    made = [_shared(steady, *each) for each in itertools.product(DTYPES, HEAD_SIZES, CAPPED, FAR, (ROWS_MANY, 1))]
     return distinct(each for each in made if each is not None)
 
 
@@ -105,18 +105,19 @@ def _decode(
     return Configuration(label, launched[0], _has_matrix(stored, target))
 
 
-def _shared(target: Target, dtypes: Dtypes, head_size: int, cap: bool, far: bool) -> Configuration | None:
+def _shared(target: Target, dtypes: Dtypes, head_size: int, cap: bool, far: bool, rows: int) -> Configuration | None:
     (model, stored), heads = dtypes, KV_HEADS * GROUPS[0]
-    planner = shared_planner(ROWS_MANY, heads, KV_HEADS, head_size, stored, 0, target)
+    planner = shared_planner(rows, heads, KV_HEADS, head_size, stored, 0, target)
     if planner is None:
         return None
     options = AttentionOptions(1.0, softcap=50.0 if cap else 0.0)
-    query = meta_tensor(ROWS_MANY, heads, head_size, dtype=model)
+    query = meta_tensor(rows, heads, head_size, dtype=model)
     workspace = DecodeWorkspace.allocate(planner.decode, heads, head_size, query.device)
-    tables, plan = meta_tensor(ROWS_MANY, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
+    tables, plan = meta_tensor(rows, 8, dtype=torch.int32), meta_tensor(planner.size, dtype=torch.int32)
     with recorded(target) as launched:
         shared_decode(query, _layer(stored, KV_HEADS, head_size, far), tables, plan, workspace, options, target)
     label = f"decode of common parts {_dtypes(dtypes)} head {head_size}{' capped' * cap}{' far' * far}"
+    label += " few rows" * (rows == 1)
     return Configuration(label, launched[0], _has_matrix(stored, target))
 
 

@@ -30,6 +30,7 @@ from .interface import AttentionOptions, KvLayer, PagedAttention
 from .latent_plan import GROUP_MIN, PART_MIN
 from .quantised import dequantise, is_quantised
 from .reference import ReferenceAttention
+from .shared_plan import MANY_ROWS
 
 # Largest difference from the reference, relative to its largest number.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -134,6 +135,9 @@ def _checks(
         own = copy.deepcopy(attention) if device.compile_threads > 1 else attention
         return _Bench(own, device, shape, dtype, kv_dtype, block_size)
 
+    def shared(count: int) -> str:
+        return bench().attend_shared(count)
+
     yield "write", lambda: bench().write(mixed, rotated=0)
     if not shape.latent:
         yield "rotary write", lambda: bench().write(mixed, rotated=shape.head_size - shape.head_size % 2)
@@ -144,7 +148,9 @@ def _checks(
         yield "decode of many rows", lambda: bench().attend(many)
     yield "padded decode", lambda: bench().attend_padded(decodes)
     if not shape.latent:
-        yield "decode of common blocks", lambda: bench().attend_shared(40 if multiprocessors else 4)
+        # Launches of many rows may have other programs.
+        for count in (40, MANY_ROWS + 12) if multiprocessors else (4,):
+            yield "decode of common blocks", partial(shared, count)
     yield "prefill", lambda: bench().attend(prefills)
     yield "mixed-batch", lambda: bench().attend(mixed)
 
@@ -215,10 +221,13 @@ class _Bench:
         sharing = self.attention.always_sharing()
         if sharing is None:
             return ""
-        rows = [(_COMMON + row % 3, 1) for row in range(count)]
+        common = _COMMON // self.block_size
+        later = _COMMON - common * self.block_size
+        # The tokens that rows have in common are written for the first two alone.
+        rows = [(_COMMON + row if row < 2 else later + row % 3, 1) for row in range(count)]
         query, layer = self._written(rows)
         tables, starts, counts = self._tables(rows)
-        common = _COMMON // self.block_size
+        tables[2:, common:], starts[2:] = tables[2:, : tables.shape[1] - common], starts[2:] + common * self.block_size
         own = tables[1, common * 3 // 4 : common].copy()
         tables[:, :common] = tables[0, :common]
         tables[1::2, common * 3 // 4 : common] = own

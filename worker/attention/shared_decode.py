@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvforge.worker.device.target import Target, head_class, in_units
@@ -14,8 +16,27 @@ from .decode import KINDS, LOG2_E, ROWS_MIN, DecodeWorkspace, decode_planner, de
 from .interface import AttentionOptions, KvLayer
 from .quantised import is_quantised
 from .shared_decode_kernel import shared_decode_kernel
-from .shared_plan import SharedPlanner
+from .shared_plan import MANY_ROWS, SharedPlanner
 from .sinks import sinks_of
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program of `shared_decode_kernel` computes over each tile of keys.
+
+    Attributes:
+        queries: Query heads of a tile.
+        tiles: Tiles of query heads.
+        warps: Triton's num_warps.
+        stages: Stages of the loop over keys.
+        sum_warps: Warps of `decode_kernel`, whose order of sums these products lack; 0: they have it.
+    """
+
+    queries: int
+    tiles: int
+    warps: int
+    stages: int
+    sum_warps: int = 0
 
 
 def shared_planner(
@@ -32,17 +53,29 @@ def shared_planner(
     if dtype == torch.float32 and target.backend != "cpu":
         return None
     group = heads // kv_heads
-    rows = ROWS_MIN // group * _tiles(head_size, dtype, target)
-    if not target.steady or window or rows < 2:
+    if not target.steady or window or ROWS_MIN // group < 1:
+        return None
+    program = choose_program(rows_max, head_size, dtype, target)
+    rows = program.queries // group * program.tiles
+    if rows < 2:
         return None
     planner = decode_planner(rows_max, heads, kv_heads, head_size, dtype, window, target)
     scales = 4 if is_quantised(dtype) else 0
     return SharedPlanner(planner, rows, 2 * kv_heads * (head_size * dtype.itemsize + scales))
 
 
-def _tiles(head_size: int, dtype: torch.dtype, target: Target) -> int:
-    """Return the tiles of queries of a program. dtype: dtype of K and V."""
-    return 2 if head_size <= 128 and dtype.itemsize in target.two_tiles else 1
+def choose_program(rows_max: int, head_size: int, dtype: torch.dtype, target: Target) -> Program:
+    """Return what a program computes, for launches of this many rows. dtype: dtype of K and V.
+
+    A warp group of Hopper multiplies 64 rows at once, K and V are read once for these, and the products have the bits
+    of those of 16 rows. Numbers of 8 bits would first be unpacked to shared memory, which takes longer than it saves.
+    """
+    tiles = decode_tiles(head_size, dtype, target)
+    if target.hopper and dtype.itemsize == 2 and head_size <= 128:
+        groups = 2 if rows_max >= MANY_ROWS else 1
+        return Program(64 * groups, 1, 4 * groups, 2, tiles.warps)
+    count = 2 if head_size <= 128 and dtype.itemsize in target.two_tiles else 1
+    return Program(ROWS_MIN, count, tiles.warps, tiles.stages)
 
 
 def shared_decode(
@@ -65,9 +98,10 @@ def shared_decode(
         options: Attention options of the layer, without a window.
         target: The architecture.
     """
-    _, heads, head_size = query.shape
+    rows, heads, head_size = query.shape
     _, block_size, kv_heads, _ = layer.keys.shape
     dtype = layer.keys.dtype
+    program = choose_program(rows, head_size, dtype, target)
     keys, values = layer.keys, layer.values
     if dtype in KINDS:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
@@ -94,17 +128,18 @@ def shared_decode(
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_class(head_size),
-        ROWS=ROWS_MIN,
-        TILES=_tiles(head_size, dtype, target),
+        ROWS=program.queries,
+        TILES=program.tiles,
         KEYS=key_tile(tiles, ROWS_MIN, dtype),
-        STAGES=tiles.stages,
+        STAGES=program.stages,
         KIND=KINDS.get(dtype, 0),
         SOFTCAP=2 if target.asks_softcap else int(options.softcap > 0),
         ASSEMBLY=dtype in target.packed,
         WIDEN=target.widens,
         CHAINED=target.chained,
         PRECISION=target.float32_products if dtype == torch.float32 else "ieee",
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        SUM_WARPS=program.sum_warps,
+        num_warps=program.warps,
+        num_stages=program.stages,
         **({"launch_pdl": True} if target.chained else {}),
     )

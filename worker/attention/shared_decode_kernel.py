@@ -6,6 +6,9 @@ fill that tile, and TILES of such tiles are computed over each tile of keys. Eve
 computed by itself, in the same instructions, layouts and order as in `decode_kernel`, so a part's result has the same
 bits. A change of one kernel is a change of both: a test compares their bits.
 
+On Hopper a tile of 16-bit numbers has the rows of one or two warp groups, whose matrix instructions were seen to give
+the bits of the smaller ones. Threads then hold other keys, so that `sum_as_decoded` restores the order of sums.
+
 The results are partials in `decode_kernel`'s workspace. It runs next, on the parts that are left, at least one of each
 row, and merges all: when it starts, the results of this kernel are there, so it counts its own parts alone.
 """
@@ -133,6 +136,41 @@ def _fold(state, scores, v, v_high, mantissa, unscale, KIND: tl.constexpr, PRECI
     return new_greatest, total, sums, sums_high
 
 
+@triton.jit
+def _halves(numbers, COUNT: tl.constexpr):
+    """Cut the second dimension of [ROWS, COUNT, n] in its middle: two of [ROWS, COUNT // 2, n]."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    REST: tl.constexpr = numbers.shape[2]
+    return tl.split(tl.permute(tl.reshape(numbers, [ROWS, 2, COUNT // 2, REST]), (0, 2, 3, 1)))
+
+
+@triton.jit
+def sum_as_decoded(total, KEYS: tl.constexpr, WARPS: tl.constexpr):
+    """Add up each row of [ROWS, KEYS] in the order of `decode_kernel`'s `tl.sum`, which has WARPS warps.
+
+    There a thread adds its keys one by one: two neighbours of each 8 x WARPS. Of four neighbouring threads, each adds
+    the sum of the one two places further, then of the next one. Four warps do the same.
+    """
+    tl.static_assert(WARPS == 4 and KEYS == 4 * 8 * WARPS, "the order is written down for tiles of 128 keys")
+    ROWS: tl.constexpr = total.shape[0]
+    early, late = _halves(tl.reshape(total, [ROWS, 4, 8 * WARPS]), 4)
+    first, second = _halves(early, 2)
+    third, fourth = _halves(late, 2)
+    left, right = tl.split(tl.reshape(first, [ROWS, 4 * WARPS, 2]))
+    own = left + right
+    left, right = tl.split(tl.reshape(second, [ROWS, 4 * WARPS, 2]))
+    own = own + left + right
+    left, right = tl.split(tl.reshape(third, [ROWS, 4 * WARPS, 2]))
+    own = own + left + right
+    left, right = tl.split(tl.reshape(fourth, [ROWS, 4 * WARPS, 2]))
+    own = own + left + right
+    low, high = _halves(tl.permute(tl.reshape(own, [ROWS, WARPS, 4]), (0, 2, 1)), 4)
+    low, high = _halves(low + high, 2)
+    low, high = _halves(tl.reshape(low + high, [ROWS, WARPS, 1]), 4)
+    low, high = _halves(low + high, 2)
+    return tl.reshape(low + high, [ROWS])
+
+
 @triton.jit(
     do_not_specialize=["key_scales", "value_scales", "query_stride", "table_stride"],
     do_not_specialize_on_alignment=["tables", "sinks"],
@@ -167,11 +205,13 @@ def shared_decode_kernel(
     WIDEN: tl.constexpr,
     CHAINED: tl.constexpr,
     PRECISION: tl.constexpr,
+    SUM_WARPS: tl.constexpr,
 ):
     """Compute parts for several rows each, for one KV head. Grid: [any number].
 
     plan: see `shared_plan.SharedPlanner`. ROWS: query heads of a tile, those of a KV head or more. TILES: tiles of
-    queries of a program. All other arguments: see `decode_kernel`.
+    queries of a program. SUM_WARPS: see `sum_as_decoded`; 0: layouts are those of `decode_kernel`. All other arguments:
+    see `decode_kernel`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PACK: tl.constexpr = 2 if KIND else 1
@@ -273,7 +313,11 @@ def shared_decode_kernel(
             sink = tl.minimum(sink, 3e38)
             new_greatest = tl.maximum(greatest, sink)
             shrink = tl.exp2(greatest - new_greatest)
-            weight = tl.sum(total, 1) * shrink + tl.exp2(sink - new_greatest)
+            if SUM_WARPS:
+                whole = sum_as_decoded(total, KEYS, SUM_WARPS)
+            else:
+                whole = tl.sum(total, 1)
+            weight = whole * shrink + tl.exp2(sink - new_greatest)
             result = sums * (shrink / weight)[:, None]
             here = (tl.load(entry + _FIRST_PARTIAL) + part) * HEADS + head
             mask = used[:, None] & (e < HEAD_SIZE)[None, :]

@@ -23,6 +23,7 @@ from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, SHARED_HEAD, SHARED_PA
 from .shared_prefixes import rows_alike
 
 AnyTables = IntArray | Int32Array
+MANY_ROWS = 128  # of a launch: from here on, Hopper's programs take twice as many queries. See benchmarks/NOTES.md
 SAVED_BYTES_MIN = 64 << 20  # of a layer's K and V, which need not be read again; see benchmarks/NOTES.md
 # Where shared parts were seen to have the bits of decodes alone, on a device (`test_full_grid`): head size and dtype of
 # K and V. Elsewhere they were only interpreted and compiled.

@@ -13,6 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, decode_plan, triton_attention
 from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from kvforge.worker.attention.decode_plan import DecodePlanner
@@ -27,6 +30,7 @@ from kvforge.worker.attention.plan_items import (
 )
 from kvforge.worker.attention.quantised import is_quantised, quantise
 from kvforge.worker.attention.shared_decode import shared_decode, shared_planner
+from kvforge.worker.attention.shared_decode_kernel import sum_as_decoded
 from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans, was_measured
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device, open_device
@@ -156,6 +160,11 @@ def own_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
     return named(plan[FIELDS : FIELDS * (1 + count)], DECODE_PART)
 
 
+def shared_dtype(dtype: torch.dtype, device: Device) -> torch.dtype:
+    """Return a dtype whose parts are shared on the device: float32's are in Triton's interpreter alone."""
+    return BF16 if dtype is F32 and device.queues else dtype
+
+
 CASES = [
     ((8, 2), 64, F32, 0.0, False),
     ((2, 2), 80, BF16, 0.0, True),
@@ -171,7 +180,7 @@ CASES = [
 def test_rows_have_the_bits_that_they_have_alone(
     heads: tuple[int, int], head_size: int, dtype: torch.dtype, softcap: float, has_sinks: bool, device: Device
 ) -> None:
-    case = Case.make(device, heads, head_size, dtype)
+    case = Case.make(device, heads, head_size, shared_dtype(dtype, device))
     options = AttentionOptions(head_size**-0.5, softcap=softcap, sinks=sinks(heads[0], device) if has_sinks else None)
     times = 2 if dtype is F32 else 1  # alone; test_decode.py too finds counters that are not restored
     want, plans = case.run(options, None, times), case.plans()
@@ -184,10 +193,13 @@ def test_rows_have_the_bits_that_they_have_alone(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [F16, BF16, I8, FP8], ids=str)
+@pytest.mark.parametrize(("dtype", "many"), [(F16, 0), (F16, 1), (BF16, 0), (BF16, 1), (I8, 0), (FP8, 0)], ids=str)
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
-    """Every group of query heads that shares, rows for several programs, and long ones."""
+def test_full_grid(
+    head_size: int, dtype: torch.dtype, many: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every group of query heads that shares, rows for several programs, and long ones; programs of many rows too."""
+    monkeypatch.setattr("kvforge.worker.attention.shared_decode.MANY_ROWS", 1 if many else 1000)
     random = Random(head_size)
     rows = [(random.randint(2900, 3000), len(ROWS), random.choice((30, 130, 170, 180))) for _ in range(20)]
     others = []
@@ -203,10 +215,47 @@ def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
     assert not others, "bits that rows do not have alone"
 
 
+@triton.jit
+def decoded_sums(numbers, sums, ROWS: tl.constexpr, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Write the sums of [ROWS, KEYS] numbers."""
+    row, key = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    tl.store(sums + row, sum_as_decoded(tl.load(numbers + row[:, None] * KEYS + key[None, :]), KEYS, 4))
+
+
+def test_sums_have_the_order_of_decodes(device: Device) -> None:
+    """The order is that of the instructions for `tl.sum` in `decode_kernel`, compiled for Hopper."""
+    numbers = torch.randn((64, 128), generator=torch.Generator().manual_seed(3)) * 1e3
+    sums = torch.zeros(64, device=device.torch_device)
+    decoded_sums[(1,)](numbers.to(device.torch_device), sums, 64, 128)
+    cut = numbers.numpy().reshape(64, 4, 4, 4, 2)  # repeats, warps, threads, neighbours
+    own = np.zeros((64, 4, 4), np.float32)
+    for repeat in range(4):
+        for neighbour in range(2):
+            own = own + cut[:, repeat, :, :, neighbour]
+    of_warps = (own[:, :, 0] + own[:, :, 2]) + (own[:, :, 1] + own[:, :, 3])
+    wanted = (of_warps[:, 0] + of_warps[:, 2]) + (of_warps[:, 1] + of_warps[:, 3])
+    assert np.array_equal(sums.cpu().numpy(), wanted)
+    assert not np.array_equal(wanted, numbers.numpy().sum(1)), "another order has other sums here"
+
+
+def test_hopper_reads_keys_once_for_as_many_queries_as_its_instructions_take() -> None:
+    target = replace(TARGETS["sm_90"], steady=True)
+    rows = {dtype: [shared_rows(count, dtype, target) for count in (127, 128)] for dtype in (BF16, F16, I8, FP8)}
+    assert rows == {BF16: [16, 32], F16: [16, 32], I8: [8, 8], FP8: [8, 8]}
+    others = {name for name, each in TARGETS.items() if shared_rows(128, BF16, replace(each, steady=True)) > 8}
+    assert others == {"sm_90"}
+
+
+def shared_rows(rows_max: int, dtype: torch.dtype, target: Target) -> int:
+    planner = shared_planner(rows_max, 32, 8, 128, dtype, 0, target)
+    assert planner is not None
+    return planner.rows
+
+
 @pytest.mark.usefixtures("short_parts")
 @pytest.mark.parametrize("fault", ["wrong group", "wrong border", "wrong place"])
 def test_a_wrong_plan_changes_bits(fault: str, device: Device) -> None:
-    case, options = Case.make(device, (8, 2), 64, F32), AttentionOptions(0.125)
+    case, options = Case.make(device, (8, 2), 64, shared_dtype(F32, device)), AttentionOptions(0.125)
     plans = case.plans()
     item = shared_of(plans)[0]
     if fault == "wrong group":
@@ -295,7 +344,7 @@ def test_what_the_kernel_leaves_to_the_other_one() -> None:
 @pytest.mark.usefixtures("short_parts")
 def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of a batch of their own, among prompt tokens too, and refills of a static batch."""
-    case, options = Case.make(device, (4, 1), 64, F32), AttentionOptions(0.125)
+    case, options = Case.make(device, (4, 1), 64, shared_dtype(F32, device)), AttentionOptions(0.125)
     used = np.flatnonzero(case.lengths)
     tables, starts = case.tables[used].astype(np.int32), (case.lengths[used] - 1).astype(np.int32)
     query = case.query[device.upload(used)]
@@ -329,7 +378,7 @@ def test_the_dispatcher_shares_where_it_gains(device: Device, monkeypatch: pytes
     assert torch.equal(sharing.attend(more, case.layer, built(mixed), options), want_mixed)
     assert launched == [len(used)] * 2 + [len(used) - 1]
     launched.clear()
-    padding = torch.full((2, 4, 64), torch.nan, device=query.device)
+    padding = torch.full((2, 4, 64), torch.nan, dtype=query.dtype, device=query.device)
     for shares in (False, True):
         batch = PagedBatch.static(len(used) + 2, tables.shape[1], BLOCK_SIZE, steady)
         batch.shares_reads = shares
