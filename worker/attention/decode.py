@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 
-from kvforge.worker.device.target import DecodeTiles, Target, TileKey, head_class, in_units
+from kvforge.worker.device.target import DecodeTiles, Target, TileKey, head_class, head_tiles, in_units
 
 from .decode_kernel import decode_kernel
 from .decode_plan import DecodePlanner
@@ -71,7 +71,19 @@ def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dt
 
 def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:
     """Return the tiles for a head size. dtype: dtype of K and V. few: see `is_few`."""
-    return (target.decode_few if few else target.decode)[TileKey(head_class(head_size), dtype.itemsize)]
+    tiles = (target.decode_few if few else target.decode)[TileKey(head_class(head_size), dtype.itemsize)]
+    if few or not divided_head(head_size, dtype, target)[1]:
+        return tiles
+    # The compiler would take 255 registers, which leave room for two programs of a multiprocessor, not three.
+    return replace(tiles, registers=168)
+
+
+def divided_head(head_size: int, dtype: torch.dtype, target: Target) -> tuple[int, int]:
+    """Return the sizes of the tiles that hold a head; the second is 0 if there is one. dtype: dtype of K and V.
+
+    Registers and shared memory for two tiles were looked at on Hopper alone.
+    """
+    return head_tiles(head_size) if target.hopper and dtype.itemsize == 2 else (head_class(head_size), 0)
 
 
 def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
@@ -127,7 +139,8 @@ def paged_decode(
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
-    group, head_tile = heads // kv_heads, head_class(head_size)
+    group = heads // kv_heads
+    head_tile, rest = divided_head(head_size, dtype, target)
     group_rows = tile_rows(group, head_size, dtype, target)
     units = (plan.shape[0] // FIELDS - 1) * kv_heads * -(-group // group_rows)
     # Steady plans have room for more parts than most steps need, and idle programs cost time too.
@@ -154,13 +167,14 @@ def paged_decode(
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
         HEAD_TILE=head_tile,
+        REST=rest,
         ROWS=group_rows,
         KEYS=key_tile(tiles, group_rows, dtype),
         STAGES=tiles.stages,
         KIND=KINDS.get(dtype, 0),
         SOFTCAP=2 if target.asks_softcap else int(options.softcap > 0),
         ASSEMBLY=dtype in target.packed,
-        MERGE_ROWS=min(ROWS_MIN, max(1, 128 * tiles.warps // head_tile)),
+        MERGE_ROWS=min(ROWS_MIN, max(1, 128 * tiles.warps // head_class(head_size))),
         MERGE_PARTS=MERGE_PARTS,
         CHAINED=target.chained,
         PRECISION=target.float32_products if dtype == torch.float32 else "ieee",
@@ -169,4 +183,5 @@ def paged_decode(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **({"launch_pdl": True} if target.chained else {}),
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
     )

@@ -169,6 +169,7 @@ def decode_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -192,8 +193,9 @@ def decode_kernel(
     after.
 
     scale: factor of q.k, giving units of log2, or the argument of tanh. query_stride: in units of HEAD_UNIT numbers.
-    SOFTCAP: 0 never, 1 always, 2 if `softcap` is above 0. ASSEMBLY: use NVIDIA's conversions. WIDEN: multiply float32
-    (for the interpreter). CHAINED: launched before the previous kernel has ended (programmatic dependent launch).
+    HEAD_TILE, REST: see `divided_head`. SOFTCAP: 0 never, 1 always, 2 if `softcap` is above 0. ASSEMBLY: use NVIDIA's
+    conversions. WIDEN: multiply float32 (for the interpreter). CHAINED: launched before the previous kernel has ended
+    (programmatic dependent launch).
     FLUSHED: see its use.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -202,6 +204,7 @@ def decode_kernel(
     PACK: tl.constexpr = 2 if KIND else 1
     WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V per load
     TILE: tl.constexpr = HEAD_TILE // PACK
+    HIGH: tl.constexpr = REST or TILE  # of the second tile of a head: its odd numbers if KIND, else its rest
     n_units = tl.load(plan + _ITEMS) * UNITS
     if CHAINED:
         tl.extra.cuda.gdc_wait()  # wait for the previous kernel, which does not write the plan
@@ -218,6 +221,7 @@ def decode_kernel(
 
         g = first_in_group + tl.arange(0, ROWS)
         d = tl.arange(0, TILE)
+        rest = TILE + tl.arange(0, HIGH)
         n = tl.arange(0, KEYS)
         in_group = (g < GROUP)[:, None]
         head = kv_head * GROUP + g
@@ -240,17 +244,23 @@ def decode_kernel(
             if WIDEN:
                 q = q.to(tl.float32)
             q_high = q
+            if REST:
+                places = head[:, None] * HEAD_SIZE + rest[None, :]
+                q_high = tl.load(query_row + places, mask=in_group & (rest < WIDTH)[None, :], other=0.0)
+                q_high = q_high.to(q.dtype)
             factor = tl.full([ROWS], 1.0, tl.float32) * scale
         sink = tl.load(sinks + head, mask=(g < GROUP) & (part == 0), other=float("-inf")) * _LOG2_E
 
         table = tables + row * table_stride
         key_columns = (keys + kv_head * WIDTH + d)[None, :]
         value_columns = (values + kv_head * WIDTH + d)[None, :]
+        rest_of_key = (keys + kv_head * WIDTH + rest)[None, :]
+        rest_of_value = (values + kv_head * WIDTH + rest)[None, :]
         greatest = tl.full([ROWS], float("-inf"), tl.float32)
         # Summed over keys at the end: a sum across warps per tile is expensive.
         total = tl.zeros([ROWS, KEYS], tl.float32)
         sums = tl.zeros([ROWS, TILE], tl.float32)
-        sums_high = tl.zeros([ROWS, TILE], tl.float32)
+        sums_high = tl.zeros([ROWS, HIGH], tl.float32)
         for first in tl.range(begin // KEYS * KEYS, end, KEYS, num_stages=STAGES):
             wanted = first + n
             seen = ((wanted >= begin) & (wanted < end))[None, :]
@@ -259,12 +269,15 @@ def decode_kernel(
             block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
-            if WIDTH == TILE:
+            if WIDTH >= TILE:
                 k = tl.load(key_columns + offset)
                 v = tl.load(value_columns + offset)
             else:
                 k = tl.load(key_columns + offset, mask=(d < WIDTH)[None, :], other=0)
                 v = tl.load(value_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+            if REST:
+                k_high = tl.load(rest_of_key + offset, mask=(rest < WIDTH)[None, :], other=0)
+                v_high = tl.load(rest_of_value + offset, mask=(rest < WIDTH)[None, :], other=0)
             if KIND:
                 key_scale = tl.load(key_scales + kv_head + slot.to(tl.int64) * KV_HEADS)
                 value_scale = tl.load(value_scales + kv_head + slot.to(tl.int64) * KV_HEADS)
@@ -275,7 +288,13 @@ def decode_kernel(
                 if WIDEN:
                     k = k.to(tl.float32)
                     v = v.to(tl.float32)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if REST:
+                    if WIDEN:
+                        k_high = k_high.to(tl.float32)
+                        v_high = v_high.to(tl.float32)
+                    scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
+                scores *= factor[:, None]
             if SOFTCAP == 1:
                 scores = _capped(scores, softcap)
             elif SOFTCAP == 2:  # a branch would duplicate the loop, which costs registers
@@ -302,6 +321,8 @@ def decode_kernel(
             else:
                 total = total * shrink + weights
                 sums = tl.dot(weights.to(v.dtype), v, sums * shrink, input_precision=PRECISION)
+                if REST:
+                    sums_high = tl.dot(weights.to(v.dtype), v_high, sums_high * shrink, input_precision=PRECISION)
         if KIND:
             sums = tl.reshape(tl.join(sums, sums_high), [ROWS, HEAD_TILE])
             if KIND == 2 and not ASSEMBLY:
@@ -316,15 +337,23 @@ def decode_kernel(
         weight = tl.sum(total, 1) * shrink + tl.exp2(sink - new_greatest)
         greatest = new_greatest
         result = sums * (shrink / weight)[:, None]
+        result_rest = sums_high * (shrink / weight)[:, None]
         e = tl.arange(0, HEAD_TILE)
         mask = in_group & (e < HEAD_SIZE)[None, :]
+        mask_rest = in_group & (rest < HEAD_SIZE)[None, :]
         output_row = output + row * (HEADS * HEAD_SIZE)
         if parts == 1:
             here = output_row + head[:, None] * HEAD_SIZE + e[None, :]
             tl.store(here, result.to(output.dtype.element_ty), mask=mask)
+            if REST:
+                here = output_row + head[:, None] * HEAD_SIZE + rest[None, :]
+                tl.store(here, result_rest.to(output.dtype.element_ty), mask=mask_rest)
         else:
             place = (first_partial + part) * HEADS + head
-            tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
+            numbers = partials + place.to(tl.int64)[:, None] * HEAD_SIZE
+            tl.store(numbers + e[None, :], result, mask=mask)
+            if REST:
+                tl.store(numbers + rest[None, :], result_rest, mask=mask_rest)
             tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
             if FLUSHED:
                 # The barrier of these GPUs waits for shared memory only.
@@ -339,5 +368,5 @@ def decode_kernel(
                 for done in range(0, left, MERGE_ROWS):
                     _merge(
                         partials, sizes, output_row, first_partial, parts, kv_head * GROUP + first_in_group + done,
-                        left - done, HEADS, HEAD_SIZE, HEAD_TILE, MERGE_ROWS, MERGE_PARTS,
+                        left - done, HEADS, HEAD_SIZE, HEAD_TILE + (HEAD_TILE if REST else 0), MERGE_ROWS, MERGE_PARTS,
                     )  # fmt: skip

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvforge.worker.device.target import Target, head_class, in_units
+from kvforge.worker.device.target import Target, in_units
 
-from .decode import KINDS, LOG2_E, ROWS_MIN, DecodeWorkspace, decode_planner, decode_tiles, key_tile
+from .decode import KINDS, LOG2_E, ROWS_MIN, DecodeWorkspace, decode_planner, decode_tiles, divided_head, key_tile
 from .interface import AttentionOptions, KvLayer
 from .quantised import is_quantised
 from .shared_decode_kernel import shared_decode_kernel
@@ -102,6 +102,7 @@ def shared_decode(
     _, block_size, kv_heads, _ = layer.keys.shape
     dtype = layer.keys.dtype
     program = choose_program(rows, head_size, dtype, target)
+    head_tile, rest = divided_head(head_size, dtype, target)
     keys, values = layer.keys, layer.values
     if dtype in KINDS:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
@@ -127,7 +128,8 @@ def shared_decode(
         KV_HEADS=kv_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
-        HEAD_TILE=head_class(head_size),
+        HEAD_TILE=head_tile,
+        REST=rest,
         ROWS=program.queries,
         TILES=program.tiles,
         KEYS=key_tile(tiles, ROWS_MIN, dtype),

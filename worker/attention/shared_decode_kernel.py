@@ -57,13 +57,15 @@ def _queries(
     used,
     d,
     dtype: tl.constexpr,
+    rest,
     HEAD_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     WIDEN: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """Load a tile of queries; return it, its odd numbers if KIND, and the factor of each lane's scores."""
+    """Load a tile of queries; return it, its odd numbers if KIND or its rest, and the factor of each lane's scores."""
     row = tl.load(entry + _ROW).to(tl.int64)
     query_rows = query + (row * (query_stride * _UNIT))[:, None]
     mask = used[:, None] & (d < WIDTH)[None, :]
@@ -84,6 +86,9 @@ def _queries(
         if WIDEN:
             q = q.to(tl.float32)
         q_high = q
+        if REST:
+            places = head[:, None] * HEAD_SIZE + rest[None, :]
+            q_high = tl.load(query_rows + places, mask=used[:, None] & (rest < WIDTH)[None, :], other=0.0).to(q.dtype)
         factor = tl.full([head.shape[0]], 1.0, tl.float32) * scale
     return q, q_high, factor
 
@@ -100,6 +105,7 @@ def _scores(
     KIND: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """Return the scores of a tile of queries and a tile of keys."""
     q, q_high, factor = queries
@@ -107,7 +113,10 @@ def _scores(
         scores = tl.dot(q, tl.trans(k))
         scores = tl.dot(q_high, tl.trans(k_high), scores) * factor[:, None] * key_scale[None, :]
     else:
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=PRECISION)
+        scores *= factor[:, None]
     if SOFTCAP == 1:
         scores = _capped(scores, softcap)
     elif SOFTCAP == 2:
@@ -119,7 +128,7 @@ def _scores(
 
 
 @triton.jit
-def _fold(state, scores, v, v_high, mantissa, unscale, KIND: tl.constexpr, PRECISION: tl.constexpr):
+def _fold(state, scores, v, v_high, mantissa, unscale, KIND: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr):
     """Add a tile of keys to the state of a tile of queries: their greatest score, total, and sums of values."""
     greatest, total, sums, sums_high = state
     new_greatest = tl.maximum(greatest, tl.max(scores, 1))
@@ -133,6 +142,8 @@ def _fold(state, scores, v, v_high, mantissa, unscale, KIND: tl.constexpr, PRECI
     else:
         total = total * shrink + weights
         sums = tl.dot(weights.to(v.dtype), v, sums * shrink, input_precision=PRECISION)
+        if REST:
+            sums_high = tl.dot(weights.to(v.dtype), v_high, sums_high * shrink, input_precision=PRECISION)
     return new_greatest, total, sums, sums_high
 
 
@@ -195,6 +206,7 @@ def shared_decode_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -217,6 +229,7 @@ def shared_decode_kernel(
     PACK: tl.constexpr = 2 if KIND else 1
     WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V per load
     TILE: tl.constexpr = HEAD_TILE // PACK
+    HIGH: tl.constexpr = REST or TILE  # as in `decode_kernel`
     n_units = tl.load(plan + _ITEMS) * KV_HEADS
     if CHAINED:
         tl.extra.cuda.gdc_wait()  # wait for the previous kernel, which does not write the plan
@@ -229,6 +242,7 @@ def shared_decode_kernel(
         count = tl.load(item + _ROWS)
         rows_of_part = plan + _FIELDS * tl.load(item + _FIRST)
         d = tl.arange(0, TILE)
+        rest = TILE + tl.arange(0, HIGH)
         n = tl.arange(0, KEYS)
 
         queries = _none()
@@ -238,7 +252,7 @@ def shared_decode_kernel(
             queries += (
                 _queries(
                     query, query_stride, scale, entry, kv_head * GROUP + g, used, d, keys.dtype.element_ty,
-                    HEAD_SIZE, WIDTH, KIND, ASSEMBLY, WIDEN,
+                    rest, HEAD_SIZE, WIDTH, KIND, ASSEMBLY, WIDEN, REST,
                 ),
             )  # fmt: skip
             states += (
@@ -246,13 +260,15 @@ def shared_decode_kernel(
                     tl.full([ROWS], float("-inf"), tl.float32),
                     tl.zeros([ROWS, KEYS], tl.float32),
                     tl.zeros([ROWS, TILE], tl.float32),
-                    tl.zeros([ROWS, TILE], tl.float32),
+                    tl.zeros([ROWS, HIGH], tl.float32),
                 ),
             )
 
         table = tables + tl.load(rows_of_part + _ROW).to(tl.int64) * table_stride
         key_columns = (keys + kv_head * WIDTH + d)[None, :]
         value_columns = (values + kv_head * WIDTH + d)[None, :]
+        rest_of_key = (keys + kv_head * WIDTH + rest)[None, :]
+        rest_of_value = (values + kv_head * WIDTH + rest)[None, :]
         for first in tl.range(begin // KEYS * KEYS, end, KEYS, num_stages=STAGES):
             wanted = first + n
             seen = ((wanted >= begin) & (wanted < end))[None, :]
@@ -261,7 +277,7 @@ def shared_decode_kernel(
             block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
-            if WIDTH == TILE:
+            if WIDTH >= TILE:
                 k = tl.load(key_columns + offset)
                 v = tl.load(value_columns + offset)
             else:
@@ -281,6 +297,9 @@ def shared_decode_kernel(
                     v = v.to(tl.float32)
                 k_high = k
                 v_high = v
+                if REST:
+                    k_high = tl.load(rest_of_key + offset, mask=(rest < WIDTH)[None, :], other=0).to(k.dtype)
+                    v_high = tl.load(rest_of_value + offset, mask=(rest < WIDTH)[None, :], other=0).to(v.dtype)
                 key_scale = None
                 exponent = None
                 mantissa = None
@@ -288,11 +307,13 @@ def shared_decode_kernel(
             scores = _none()
             for tile in tl.static_range(TILES):
                 scores += (
-                    _scores(queries[tile], k, k_high, seen, key_scale, exponent, softcap, KIND, SOFTCAP, PRECISION),
+                    _scores(
+                        queries[tile], k, k_high, seen, key_scale, exponent, softcap, KIND, SOFTCAP, PRECISION, REST
+                    ),
                 )
             folded = _none()
             for tile in tl.static_range(TILES):
-                folded += (_fold(states[tile], scores[tile], v, v_high, mantissa, unscale, KIND, PRECISION),)
+                folded += (_fold(states[tile], scores[tile], v, v_high, mantissa, unscale, KIND, PRECISION, REST),)
             states = folded
 
         if CHAINED:  # noqa: SIM102 - a compile-time condition
@@ -319,7 +340,11 @@ def shared_decode_kernel(
                 whole = tl.sum(total, 1)
             weight = whole * shrink + tl.exp2(sink - new_greatest)
             result = sums * (shrink / weight)[:, None]
+            result_rest = sums_high * (shrink / weight)[:, None]
             here = (tl.load(entry + _FIRST_PARTIAL) + part) * HEADS + head
             mask = used[:, None] & (e < HEAD_SIZE)[None, :]
-            tl.store(partials + here.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
+            numbers = partials + here.to(tl.int64)[:, None] * HEAD_SIZE
+            tl.store(numbers + e[None, :], result, mask=mask)
+            if REST:
+                tl.store(numbers + rest[None, :], result_rest, mask=used[:, None] & (rest < HEAD_SIZE)[None, :])
             tl.store(sizes + here, new_greatest + tl.log2(weight), mask=used)

@@ -32,12 +32,14 @@ class DecodeTiles:
         warps: Triton's num_warps.
         stages: Triton's num_stages.
         waves_per_block: Work items in flight on each multiprocessor, which the planner balances for.
+        registers: Most registers of a thread; 0: as many as the compiler takes.
     """
 
     keys: int
     warps: int
     stages: int
     waves_per_block: int = 1
+    registers: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvforge.worker.attention import AttentionOptions, KvLayer
+from kvforge.worker.attention import AttentionOptions, KvLayer, decode
 from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from kvforge.worker.attention.decode_plan import STEADY_MIN, STEADY_PARTS, DecodePlanner
 from kvforge.worker.attention.plan_items import DECODE_HEAD, DECODE_PART, FIELDS, named
 from kvforge.worker.attention.quantised import dequantise, is_quantised, quantise
 from kvforge.worker.device.device import Device, open_device
-from kvforge.worker.device.target import Target
-from kvforge.worker.device.targets import current_target
+from kvforge.worker.device.target import Target, head_tiles
+from kvforge.worker.device.targets import TARGETS, current_target
 from tests.worker.attention.cases import sinks
 
 # Against dense attention over the stored numbers; the error of quantisation has its own tests.
@@ -163,6 +163,23 @@ def compare(case: Case, options: AttentionOptions, planner: DecodePlanner | None
 def test_paged_equals_dense(heads: str, head_size: int, block_size: int, dtype: torch.dtype, device: Device) -> None:
     case = Case.make(device, LENGTHS, HEADS[heads], head_size, block_size, dtype)
     compare(case, AttentionOptions(head_size**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype"), [(72, torch.bfloat16), (96, torch.float16), (96, torch.bfloat16)], ids=str
+)
+def test_heads_of_two_tiles(
+    head_size: int, dtype: torch.dtype, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head of more than 64 numbers and at most 96 has a tile of 64 and one of 32, on Hopper."""
+    hopper = TARGETS["sm_90"]
+    assert decode.divided_head(head_size, dtype, hopper) == (64, 32)
+    assert decode.divided_head(head_size, torch.int8, hopper) == (128, 0)
+    monkeypatch.setattr(decode, "divided_head", lambda size, *_: head_tiles(size))
+    case = Case.make(device, [1, 0, 130, 700], HEADS["GQA"], head_size, 16, dtype)
+    planner = replace(case.planner(), programs=11, steady=False)
+    assert parts_of(planner.plan(case.lengths))["parts"].max() > 2
+    compare(case, AttentionOptions(0.2, softcap=5.0, sinks=sinks(6, device)), planner)
 
 
 # behaviour 37

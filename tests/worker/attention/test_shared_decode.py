@@ -34,7 +34,7 @@ from kvforge.worker.attention.shared_decode_kernel import sum_as_decoded
 from kvforge.worker.attention.shared_plan import SharedPlanner, SharedPlans, was_measured
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device, open_device
-from kvforge.worker.device.target import Target
+from kvforge.worker.device.target import Target, head_tiles
 from kvforge.worker.device.targets import TARGETS, current_target
 from tests.worker.attention.cases import sinks
 
@@ -189,6 +189,20 @@ def test_rows_have_the_bits_that_they_have_alone(
     together = {tuple(rows_of(plans, item)["row"].tolist()) for item in shared}
     assert {row for rows in together for row in rows} >= {0, 1, 2, 3, 7, 8, 10, 11}
     assert torch.equal(case.run(options, plans, times), want)
+
+
+@pytest.mark.usefixtures("short_parts")
+@pytest.mark.parametrize("head_size", [80, 96])
+def test_rows_of_two_tiles_have_the_bits_that_they_have_alone(
+    head_size: int, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("decode", "shared_decode"):
+        monkeypatch.setattr(f"kvforge.worker.attention.{name}.divided_head", lambda size, *_: head_tiles(size))
+    case = Case.make(device, (8, 2), head_size, BF16)
+    options = AttentionOptions(head_size**-0.5, softcap=5.0, sinks=sinks(8, device))
+    want, plans = case.run(options, None, 1), case.plans()
+    assert want.isfinite().all() and len(shared_of(plans)) > 1
+    assert torch.equal(case.run(options, plans, 1), want)
 
 
 @pytest.mark.gpu
