@@ -15,7 +15,14 @@ Save = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan. steps: measured steps of each batch. context: tokens of a row in the middle of these steps."""
+    """The plan.
+
+    Attributes:
+        steps: Measured steps of each batch.
+        context: Tokens of a row in the middle of these steps.
+        worker: Further settings of the worker.
+        common: Tokens that all rows of the runner's part have in common.
+    """
 
     model: str
     batches: tuple[int, ...]
@@ -27,7 +34,8 @@ class Plan:
     attention: str = "auto"
     transformers_steps: int = 24
     determinism: str = "batch-invariant"
-    worker: tuple[tuple[str, str | bool | int], ...] = ()  # further settings of the worker
+    worker: tuple[tuple[str, str | bool | int], ...] = ()
+    common: int = 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -117,6 +117,7 @@ def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], 
 
     order = np.random.default_rng(0).permutation(batch * width).astype(np.int32)
     tables = order.reshape(batch, width)
+    tables[:, : plan.common // BLOCK_SIZE] = tables[0, : plan.common // BLOCK_SIZE]
     slots, ones = np.arange(batch, dtype=np.int32), np.ones(batch, np.int32)
     begins = tuple(
         RowStart(slot=slot, request_id=slot, sampling=SamplingParams(temperature=0.0), seed=0) for slot in range(batch)

@@ -29,7 +29,7 @@ class Program:
         tiles: Tiles of query heads.
         warps: Triton's num_warps.
         stages: Stages of the loop over keys.
-        sum_warps: Warps of `decode_kernel`, whose order of sums these products lack; 0: they have it.
+        sum_warps: Warps of `decode_kernel`, if the order of its sums must be restored; 0: products have that order.
     """
 
     queries: int

@@ -6,7 +6,7 @@ fill that tile, and TILES of such tiles are computed over each tile of keys. Eve
 computed by itself, in the same instructions, layouts and order as in `decode_kernel`, so a part's result has the same
 bits. A change of one kernel is a change of both: a test compares their bits.
 
-On Hopper a tile of 16-bit numbers has the rows of one or two warp groups, whose matrix instructions were seen to give
+On Hopper a tile of 16-bit numbers has the rows of one or two warp groups. Their matrix instructions were seen to give
 the bits of the smaller ones. Threads then hold other keys, so that `sum_as_decoded` restores the order of sums.
 
 The results are partials in `decode_kernel`'s workspace. It runs next, on the parts that are left, at least one of each

@@ -161,7 +161,7 @@ def own_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
 
 
 def shared_dtype(dtype: torch.dtype, device: Device) -> torch.dtype:
-    """Return a dtype whose parts are shared on the device: float32's are in Triton's interpreter alone."""
+    """Return bfloat16 in place of float32 on a device: parts of float32 are shared in Triton's interpreter alone."""
     return BF16 if dtype is F32 and device.queues else dtype
 
 
