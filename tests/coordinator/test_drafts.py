@@ -450,6 +450,15 @@ def test_a_result_that_does_not_fit_the_drafts_ends_the_worker(fault: str, messa
     assert driver.machine.requests.generated_tokens_total < 4
 
 
+def test_a_row_with_drafts_without_a_token_fails() -> None:
+    driver, worker, good = in_flight()
+    driver.report(worker, StepResult(good.step_id, good.epoch))
+    driver.turn()
+    assert not worker.dropped
+    (ended,) = driver.ended.values()
+    assert ended.error is not None and "returned no token" in ended.error.message
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -72,7 +72,7 @@ def split(sent: SentStep, result: StepResult, vocabulary: int) -> tuple[StepResu
     chosen, drafts = tokens.tolist(), _drafts(sent)
     if len(set(listed)) != len(listed):
         raise ProtocolError("step_result: the tokens of a row are not together")
-    for slot, start, end in zip(listed, first, [*first[1:], slots.size], strict=True):
+    for slot, start, end in zip(listed, first, [*first, slots.size][1:], strict=True):
         if (size := end - start) == 1:
             continue
         own = drafts.get(slot, [])
