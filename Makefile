@@ -23,7 +23,7 @@ ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 .PHONY: demo test test-all run-tests bytecode amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
-	@echo "make test   every check, and every test but the soak tests: ten minutes on two cores, eleven the first time"
+	@echo "make test   every check, and every test but the soak tests: ten minutes on two cores"
 	@echo "make test-all   all checks, all tests, fresh seeds of the day: an hour of two cores"
 	@echo "make amd    every kernel interpreted for AMD's GPUs: a quarter of an hour of one core"
 	@echo "make docs   the documentation, into site/"
