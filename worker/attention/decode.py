@@ -140,8 +140,10 @@ def paged_decode(
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
     group = heads // kv_heads
-    head_tile, rest = divided_head(head_size, dtype, target)
     group_rows = tile_rows(group, head_size, dtype, target)
+    head_tile, rest = divided_head(head_size, dtype, target)
+    if group_rows > ROWS_MIN:  # registers hold no second tile of so many rows
+        head_tile, rest = head_class(head_size), 0
     units = (plan.shape[0] // FIELDS - 1) * kv_heads * -(-group // group_rows)
     # Steady plans have room for more parts than most steps need, and idle programs cost time too.
     programs = min(units, target.multiprocessors * tiles.waves_per_block) if target.steady else units
@@ -183,5 +185,5 @@ def paged_decode(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **({"launch_pdl": True} if target.chained else {}),
-        **({"maxnreg": tiles.registers} if tiles.registers else {}),
+        **({"maxnreg": tiles.registers} if rest and tiles.registers else {}),
     )

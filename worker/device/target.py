@@ -32,7 +32,7 @@ class DecodeTiles:
         warps: Triton's num_warps.
         stages: Triton's num_stages.
         waves_per_block: Work items in flight on each multiprocessor, which the planner balances for.
-        registers: Most registers of a thread; 0: as many as the compiler takes.
+        registers: Most registers of a thread where a head takes two tiles; 0: as many as the compiler takes.
     """
 
     keys: int
