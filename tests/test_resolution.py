@@ -61,12 +61,17 @@ def solutions(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
                 text=True,
             )
     found: Solutions = {}
-    for key, process in running.items():
-        printed, problem = process.communicate(timeout=900)
-        if process.returncode and UNREACHABLE_BY_UV.search(problem):
-            pytest.skip("no package index can be reached")
-        assert process.returncode == 0, problem
-        found[key] = dict(re.findall(r"^([\w.-]+)==([\w.!+-]+)", printed, re.MULTILINE))
+    try:
+        for key, process in running.items():
+            printed, problem = process.communicate(timeout=900)
+            if process.returncode and UNREACHABLE_BY_UV.search(problem):
+                pytest.skip("no package index can be reached")
+            assert process.returncode == 0, problem
+            found[key] = dict(re.findall(r"^([\w.-]+)==([\w.!+-]+)", printed, re.MULTILINE))
+    finally:  # without an index the first one skips the tests, and the others would fail a later test when collected
+        for process in running.values():
+            process.kill()
+            process.communicate()
     return found
 
 
