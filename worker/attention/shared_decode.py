@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from kvforge.worker.device.target import Target, in_units
 
@@ -18,6 +19,9 @@ from .quantised import is_quantised
 from .shared_decode_kernel import shared_decode_kernel
 from .shared_plan import MANY_ROWS, SharedPlanner
 from .sinks import sinks_of
+
+# Releases of Triton in which the order of sums that `sum_as_decoded` restores was read and measured.
+KNOWN_ORDER = ("3.6.",)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,10 @@ def choose_program(rows_max: int, head_size: int, dtype: torch.dtype, target: Ta
 
     A warp group of Hopper multiplies 64 rows at once, K and V are read once for these, and the products have the bits
     of those of 16 rows. Numbers of 8 bits would first be unpacked to shared memory, which takes longer than it saves.
+    Another release of Triton may add up in another order, so that all of them but those known have programs of 16.
     """
     tiles = decode_tiles(head_size, dtype, target)
-    if target.hopper and dtype.itemsize == 2 and head_size <= 128:
+    if target.hopper and dtype.itemsize == 2 and head_size <= 128 and triton.__version__.startswith(KNOWN_ORDER):
         groups = 2 if rows_max >= MANY_ROWS else 1
         return Program(64 * groups, 1, 4 * groups, 2, tiles.warps)
     count = 2 if head_size <= 128 and dtype.itemsize in target.two_tiles else 1

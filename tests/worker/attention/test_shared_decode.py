@@ -252,8 +252,11 @@ def test_sums_have_the_order_of_decodes(device: Device) -> None:
     assert not np.array_equal(wanted, numbers.numpy().sum(1)), "another order has other sums here"
 
 
-def test_hopper_reads_keys_once_for_as_many_queries_as_its_instructions_take() -> None:
+def test_hopper_reads_keys_once_for_as_many_queries_as_its_instructions_take(monkeypatch: pytest.MonkeyPatch) -> None:
     target = replace(TARGETS["sm_90"], steady=True)
+    monkeypatch.setattr(triton, "__version__", "3.7.0")  # its order of sums is not known
+    assert shared_rows(128, BF16, target) == 8
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
     rows = {dtype: [shared_rows(count, dtype, target) for count in (127, 128)] for dtype in (BF16, F16, I8, FP8)}
     assert rows == {BF16: [16, 32], F16: [16, 32], I8: [8, 8], FP8: [8, 8]}
     others = {name for name, each in TARGETS.items() if shared_rows(128, BF16, replace(each, steady=True)) > 8}
