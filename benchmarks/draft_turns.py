@@ -50,7 +50,7 @@ from tests.coordinator.driver import model_info
 from tools.simulation.limits import make_limits
 
 from .control_plane import Shell
-from .drafts_replay import BLOCK_SIZE, CONTEXT_BLOCKS, ROWS, STEP_TOKENS, VOCABULARY, Replayer
+from .drafts_replay import CONTEXT_BLOCKS, VOCABULARY, Replayer, settings
 from .drafts_tasks import TASKS, Task, make
 from .report import report
 
@@ -116,18 +116,7 @@ class World:
 
     def __init__(self, folder: Path, task: Task, drafts: int) -> None:
         count = len(task.prompts)
-        limits = make_limits(
-            block_size=BLOCK_SIZE,
-            blocks_per_sequence_max=CONTEXT_BLOCKS,
-            blocks_max=2 * count * CONTEXT_BLOCKS,
-            sequences_max=ROWS,
-            step_rows_max=ROWS,
-            step_tokens_max=STEP_TOKENS,
-            steps_in_flight_max=2,
-            drafts_max=drafts,
-            draft_rows_max=ROWS,
-            drafts_shared=False,
-        )
+        limits = make_limits(**settings(2 * count * CONTEXT_BLOCKS, drafts))
         self._task, self._shell = task, Shell(folder, limits, "process")
         self._clocks, self._decoder = Clocks(self._shell), codec.Decoder(WORKER_REPLIES)
         blocks, model = limits.bounds.blocks_max, model_info(vocabulary=VOCABULARY)

@@ -71,20 +71,25 @@ class Replayer(FakeWorker):
         return msgspec.structs.replace(result, **columns)
 
 
+def settings(blocks: int, drafts: int) -> dict[str, Any]:
+    """Return the limits of a replay with so many blocks, and at most so many drafts of a row."""
+    return {
+        "block_size": BLOCK_SIZE,
+        "blocks_per_sequence_max": CONTEXT_BLOCKS,
+        "blocks_max": blocks,
+        "sequences_max": ROWS,
+        "step_rows_max": ROWS,
+        "step_tokens_max": STEP_TOKENS,
+        "steps_in_flight_max": 2,
+        "drafts_max": drafts,
+        "draft_rows_max": ROWS,
+        "drafts_shared": False,
+    }
+
+
 def replay(task: Task, drafts: int, options: argparse.Namespace) -> dict[str, float]:
     """Run the requests of a task together, and return what they took."""
-    driver = Driver(
-        block_size=BLOCK_SIZE,
-        blocks_per_sequence_max=CONTEXT_BLOCKS,
-        blocks_max=len(task.prompts) * CONTEXT_BLOCKS,
-        sequences_max=ROWS,
-        step_rows_max=ROWS,
-        step_tokens_max=STEP_TOKENS,
-        steps_in_flight_max=2,
-        drafts_max=drafts,
-        draft_rows_max=ROWS,
-        drafts_shared=False,
-    )
+    driver = Driver(**settings(len(task.prompts) * CONTEXT_BLOCKS, drafts))
     driver.worker_type = Replayer
     worker = driver.add_worker(len(task.prompts) * CONTEXT_BLOCKS, model=model_info(vocabulary=VOCABULARY))
     assert isinstance(worker, Replayer)
