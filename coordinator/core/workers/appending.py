@@ -93,6 +93,7 @@ class TokenAppender:
         group.sampled_rows = None  # each row is at another place now
         if not rows.size:
             return tokens, NO_SLOTS
+        assert rows is not sent.slots, "only a repeated step, without drafts, leaves counting to `append`"
         further = self._until_stops(sent, rows, tokens, further)
         behind, length = further.slots, s.length[rows]
         accepted = np.bincount(behind, minlength=s.length.size)[rows]
