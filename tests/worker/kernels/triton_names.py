@@ -59,6 +59,8 @@ def _full_name(node: ast.AST, known: dict[str, str]) -> str:
         node = node.value
     if not parts or not isinstance(node, ast.Name) or node.id not in known or node.id.isupper():
         return ""
+    if "__version__" in parts:  # a string: what follows is a method of `str`
+        parts = parts[: parts.index("__version__") + 1]
     return ".".join((known[node.id], *parts))
 
 
