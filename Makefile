@@ -36,8 +36,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 UV  := $(BIN)/uv pip --quiet install --python $(BIN)/python
 INSTALL := sh -c '{ test -x $(BIN)/uv && $(UV) "$$@" 2>/dev/null; } || exec $(PIP) install --quiet "$$@"' install
 
+# A newer Python than the tests have is tried: it works where each package has a build for it.
+PYTHON_USED = $(or $(wildcard $(BIN)/python),$(PYTHON))
+define CHECK_PYTHON
+import sys
+used, tested = "%d.%d" % sys.version_info[:2], "Python 3.11 to 3.13"
+if sys.version_info < (3, 11):
+    sys.exit("kvforge needs Python 3.11 or newer, not %s: make PYTHON=python3.13 %s" % (used, sys.argv[1]))
+if sys.version_info >= (3, 14):
+    remedy = "make clean && make PYTHON=python3.13 " + sys.argv[1]
+    sys.stderr.write("kvforge is tested with %s, not %s. If the installation fails: %s\n" % (tested, used, remedy))
+endef
+export CHECK_PYTHON
+
 $(VENV)/.torch: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvforge needs Python 3.11 or newer: make PYTHON=python3.x " + sys.argv[1])' "$(MAKECMDGOALS)"
+	@$(PYTHON_USED) -c "$$CHECK_PYTHON" "$(MAKECMDGOALS)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch first: a few minutes on a new machine)"
 	@$(PIP) install --quiet --no-compile $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"

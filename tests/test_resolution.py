@@ -173,6 +173,9 @@ def test_supported_pythons_are_declared() -> None:
     declared = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
     assert tuple(declared) == PYTHONS
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+    assert f'tested = "%d.%d" % sys.version_info[:2], "Python {PYTHONS[0]} to {PYTHONS[-1]}"' in MAKEFILE
+    for document in ("README.md", "docs/install.md", "docs/quickstart.md"):
+        assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (REPOSITORY / document).read_text(encoding="utf-8"), document
 
 
 def test_no_extra_pins_what_torch_decides() -> None:
