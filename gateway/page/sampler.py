@@ -179,6 +179,7 @@ class Sampler:
                 self._view.problem = error.message
             else:
                 self._view.problem, self._asked = "", 0.0
+                self._view.recovering = False
             await asyncio.sleep(ASK_S)
 
     async def _ask_storage_on(self) -> None:
@@ -249,8 +250,10 @@ class Sampler:
         running = self._read_tables(now_s)
         if running:
             self._gone_since = 0.0
-        elif not self._gone_since:
-            self._gone_since = now_s
+        else:
+            self._gone_since = self._gone_since or now_s
+            self._asked = self._asked and now_s  # an answer can be late only while the process runs
+            view.recovering = True
         if self._tables is not None:
             self._event_log.process(self._tables.pid if running else 0, now_ms)
         view.gone_s = None if running else now_s - self._gone_since

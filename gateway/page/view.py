@@ -55,7 +55,8 @@ class ServiceState:
         waiting: The longest-waiting requests of the tenants with the most waiting ones.
         stored: The totals of the storage; None before the first answer, or without a storage.
         gone_s: Seconds since the coordinator's process ended; None while it runs or cannot be observed.
-        silent_s: Seconds since the oldest unanswered query.
+        silent_s: Seconds since the oldest unanswered query, or since the coordinator's process runs again.
+        recovering: The process runs again and has not answered since it was gone.
         problem: The error of the last query.
     """
 
@@ -69,6 +70,7 @@ class ServiceState:
     stored: StorageTotals | None = None
     gone_s: float | None = None
     silent_s: float = 0.0
+    recovering: bool = False
     problem: str = ""
 
 
@@ -102,6 +104,8 @@ def summary(view: ServiceState) -> Summary:
     if view.silent_s >= SILENT_S:
         silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
         return Summary(BAD, silent, (view.problem,), stale=True)
+    if view.recovering:
+        return Summary(NOTICE, "The coordinator has restarted and recovers its state.", stale=True)
     serving = _serving(view, view.health, _work(view, view.stats.requests.pending))
     return replace(serving, notes=(*serving.notes, *_stored(view.stored)))
 

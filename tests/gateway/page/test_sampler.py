@@ -80,6 +80,55 @@ def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> Non
     asyncio.run(run())
 
 
+class Restarted(Torn):
+    """A client and the tables of a coordinator that answers, is gone, and runs again."""
+
+    def __init__(self) -> None:
+        self.gone, self.answers = False, asyncio.Event()
+        self.answers.set()
+
+    async def health(self, **options: Any) -> Health:
+        await self.answers.wait()
+        return await super().health(**options)
+
+    def ended(self) -> bool:
+        return self.gone
+
+
+def test_time_without_a_process_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(sampler, "monotonic", lambda: clock[0])
+    for name in ("LOOK_S", "ASK_S"):
+        monkeypatch.setattr(sampler, name, 0.005)
+
+    async def run() -> None:
+        client = Restarted()
+        looking = Sampler(lambda: client, lambda: False)  # type: ignore[arg-type]
+
+        async def sentence() -> bytes:
+            """Return the next summary that differs."""
+            while b"event: summary" not in (came := viewer.pop_events()):
+                await asyncio.wait_for(viewer.more(), LIMIT_S)
+            return came.partition(b"event: summary")[2]
+
+        with looking.watching({}) as viewer:
+            while b"All is well" not in await sentence():
+                pass
+            client.answers.clear()
+            client.gone = True
+            assert b"has been down for 0 s" in await sentence()
+            clock[0] += 10.0
+            assert b"has been down for 10 s" in await sentence()
+            client.gone = False
+            assert b"has restarted and recovers" in await sentence()
+            clock[0] += 4.0
+            assert b"has not answered for 4 s" in await sentence()
+            client.answers.set()
+            assert b"All is well" in await sentence()
+
+    asyncio.run(run())
+
+
 class Stored:
     """A storage with three objects."""
 

@@ -91,6 +91,16 @@ def test_a_coordinator_that_is_gone_or_silent_goes_before_what_it_said_last() ->
     assert summary(seen).level == GOOD
 
 
+def test_a_coordinator_that_runs_again_recovers_until_it_answers() -> None:
+    seen = view(running=3)
+    seen.recovering = True
+    found = summary(seen)
+    assert (found.level, found.sentence) == (NOTICE, "The coordinator has restarted and recovers its state.")
+    assert found.stale
+    seen.silent_s = 4.0
+    assert summary(seen).sentence == "The coordinator has not answered for 4 s."
+
+
 def test_who_came_since_it_was_asked_waits_for_the_same() -> None:
     seen = view(12, 3, (Waiting("a", 3, "blocks"),))
     seen.pending = 5
