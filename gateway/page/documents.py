@@ -14,6 +14,7 @@ ROWS_MAX = 100
 TENANTS_MAX = 64
 WORKERS_MAX = 64
 TEXT_MAX = 300
+USUAL_CACHE = "K and V"  # not shown
 WAITING = ("pending", "preempted")
 ORDER = {"preempted": 0, "pending": 0, "running": 1}
 ENDED = 2
@@ -72,6 +73,7 @@ def workers(health: Health, absent: tuple[DisconnectedWorker, ...] = ()) -> Docu
             "progress": round(worker.progress, 2),
             "busy_s": round(worker.since_step_us / 1e6) if worker.since_step_us >= 1_000_000 else 0,
             "memory": worker.device_bytes,
+            "drafts": [worker.drafts, worker.drafted_total, worker.accepted_total] if worker.drafts else None,
             "kernels": {what: kernel[:TEXT_MAX] for what, kernel in worker.kernels.items()},
         }
         for worker in sorted(health.workers, key=lambda worker: by_name(worker.title))[:WORKERS_MAX]
@@ -85,7 +87,12 @@ def about(stats: Stats, health: Health, started_ms: int) -> Document:
     model = health.model
     shown: Document | None = None
     if model is not None:
-        shown = {"name": model.name, "dtype": model.weight_dtype or model.dtype, "context": model.context_tokens_max}
+        shown = {
+            "name": model.name,
+            "dtype": model.weight_dtype or model.dtype,
+            "cache": "" if model.kv_layout == USUAL_CACHE else model.kv_layout,
+            "context": model.context_tokens_max,
+        }
     return {"boot": stats.boot, "started_ms": started_ms, "model": shown, "draining": health.draining}
 
 

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 INDEX = "index.html"
 NAMES = (
-    INDEX, "page.css", "main.js", "blocks.js", "chart.js", "chat.js", "colours.js", "elements.js", "events.js",
-    "latency.js", "pools.js", "requests.js", "server.js", "tenants.js", "unpack.js", "workers.js", "words.js",
+    INDEX, "page.css", "main.js", "announcer.js", "blocks.js", "chart.js", "chat.js", "colours.js", "elements.js",
+    "events.js", "explainer.js", "latency.js", "pool_text.js", "pools.js", "requests.js", "server.js", "tenants.js",
+    "unpack.js", "workers.js", "words.js",
 )  # fmt: skip
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 POLICY = (

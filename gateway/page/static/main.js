@@ -1,4 +1,5 @@
 // The page: dispatches the server's documents to its parts.
+import { Announcer } from "./announcer.js";
 import { Chat } from "./chat.js";
 import { byId, el, keyed, text } from "./elements.js";
 import { Lines } from "./latency.js";
@@ -16,6 +17,7 @@ const pools = new Pools(server, tenants);
 const requests = new Requests(server, tenants);
 const lines = new Lines();
 const chat = new Chat(server);
+const announcer = new Announcer(() => text(byId("said"), byId("sentence").textContent));
 let startedMs = 0;
 let blocks = 0;
 let poolCount = 0;
@@ -29,9 +31,9 @@ const takers = {
   },
   summary({ level, sentence, notes, stale }) {
     document.body.classList.toggle("stale", stale);
-    if (byId("summary").dataset.level !== level) text(byId("said"), sentence); // do not announce every change of a number
     byId("summary").dataset.level = level;
     text(byId("sentence"), sentence);
+    announcer.see(level);
     document.title = `${MARKS[level]} ${sentence} · kvforge`;
     byId("notes").replaceChildren(...notes.filter(Boolean).map((note) => el("p", {}, note)));
   },
@@ -48,7 +50,9 @@ const takers = {
     byId("all").hidden = false;
     chat.model = model?.name ?? "";
     takers.model = model
-      ? `${model.name}${model.dtype ? ` · ${model.dtype}` : ""} · ${count(model.context)} tokens of context`
+      ? [model.name, model.dtype, model.cache && `cache of ${model.cache}`, `${count(model.context)} tokens of context`]
+          .filter(Boolean)
+          .join(" · ")
       : "";
     byId("drain").disabled = draining;
   },

@@ -2,7 +2,8 @@
 import { Blocks, CACHED, FREE, KINDS, STATES } from "./blocks.js";
 import { AGE_COLOURS, KIND_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
-import { bytes, count, duration, many, percent } from "./words.js";
+import { poolText } from "./pool_text.js";
+import { duration } from "./words.js";
 
 const HEIGHT = 300; // of all maps together, approximately, in CSS pixels
 const CELL_MAX = 14;
@@ -74,32 +75,7 @@ export class Pools {
   }
 
   count(node, pool) {
-    const taken = pool.referenced + pool.quarantined;
-    const size = `${bytes(pool.blocks * pool.bytes_per_block)}, ${pool.kv_dtype}`;
-    const kinds = [
-      [pool.state_blocks, "states"],
-      [pool.checkpoint_blocks, "checkpoints"],
-      [pool.window_blocks, "windows"],
-    ];
-    const mixed = kinds.filter(([blocks]) => blocks).map(([blocks, name]) => ` · ${name} ${count(blocks)}`);
-    const missed = pool.host_missed_tags_total + pool.host_missed_checksums_total;
-    const moved = `${count(pool.host_saved_total)} saved, ${count(pool.host_loaded_total)} loaded, ${count(missed)} missed`;
-    const swapped = pool.host_swapped_total
-      ? `, ${many(pool.host_swapped_total, "request")} swapped in (${bytes(pool.host_swapped_blocks_total * pool.bytes_per_block)}, ` +
-        `${(pool.host_swap_saved_us_total / 1e6).toFixed(1)} s saved)`
-      : "";
-    const host = pool.host_blocks
-      ? ` · host tier: ${count(pool.host_cached)} of ${many(pool.host_blocks, "block")} cached, ${moved}${swapped}`
-      : "";
-    const disk = pool.disk
-      ? ` · disk tier: ${count(pool.disk.cached)} of ${many(pool.disk.blocks, "block")} cached, ` +
-        `${count(pool.disk.saved_total)} saved, ${count(pool.disk.loaded_total)} loaded, ` +
-        `${count(pool.disk.missed_tags_total + pool.disk.missed_checksums_total)} missed`
-      : "";
-    text(
-      node.querySelector(".told"),
-      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached${mixed.join("")} · ${size}${host}${disk}`,
-    );
+    text(node.querySelector(".told"), poolText(pool));
     const bar = node.querySelector(".bar");
     bar.replaceChildren(
       part(pool.referenced, shade("held"), `held ${pool.referenced}`),
@@ -220,7 +196,8 @@ class PoolMap {
   }
 
   label(pool) {
-    const said = `Blocks of ${pool.worker}: ${pool.referenced} held, ${pool.cached} cached, ${pool.free} free. Use the arrow keys to move between blocks.`;
+    const counts = ["held", "cached", "quarantined", "free"].map((name) => `${pool[name === "held" ? "referenced" : name]} ${name}`);
+    const said = `Blocks of ${pool.worker}: ${counts.join(", ")}. Use the arrow keys to move between blocks.`;
     if (this.canvas.getAttribute("aria-label") !== said) this.canvas.setAttribute("aria-label", said);
   }
 

@@ -1,6 +1,7 @@
 // Waiting, running and ended requests, with an explanation of each on demand.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
+import { Explainer } from "./explainer.js";
 import { count, duration, milliseconds } from "./words.js";
 
 // Columns of a row, see gateway/page/documents.py.
@@ -15,7 +16,6 @@ const ID = 0,
   CAME = 8,
   FIRST = 9,
   ENDED = 10;
-const AGAIN_MS = 2000; // refresh interval of an open explanation
 const HEAD = [
   ["id", ""],
   ["state", ""],
@@ -58,15 +58,20 @@ export class Requests {
       { class: "empty" },
       "No requests yet.",
     );
-    byId("requests").append(this.none, this.table);
-    this.table.hidden = true;
-    setInterval(() => this.open && this.ask(), AGAIN_MS);
+    this.past = el("a", { class: "past", href: "#h-latency" }, "Skip the list of requests");
+    byId("requests").append(this.none, this.past, this.table);
+    this.table.hidden = this.past.hidden = true;
+    this.explainer = new Explainer(
+      server,
+      (id) => `request=${id}`,
+      (id) => this.body.keyed?.get(`why ${id}`)?.querySelector(".why"),
+    );
   }
 
   show({ rows, total }) {
     this.rows = rows;
     this.none.hidden = rows.length > 0;
-    this.table.hidden = rows.length === 0;
+    this.table.hidden = this.past.hidden = rows.length === 0;
     text(byId("requests-shown"), total > rows.length ? `${rows.length} of ${count(total)}, waiting ones first` : "");
     this.draw();
   }
@@ -130,6 +135,7 @@ export class Requests {
     const number = this.tenants.rows.find((tenant) => tenant.tenant === row[TENANT])?.number;
     shade.style.background = number ? tenantShade(number) : "transparent";
     text(name, row[TENANT]);
+    cells[2].firstElementChild.title = row[TENANT];
     text(cells[3], row[WORKER]);
     text(cells[4], count(row[PROMPT]));
     cells[5].querySelector(".used").style.width = `${(100 * row[GENERATED]) / Math.max(1, row[MAX])}%`;
@@ -146,7 +152,7 @@ export class Requests {
   toggle(id) {
     this.open = this.open === id ? undefined : id;
     this.draw();
-    if (this.open) this.ask();
+    this.explainer.open(this.open);
   }
 
   detail(id) {
@@ -177,28 +183,6 @@ export class Requests {
       place.replaceChildren(el("span", { class: "soft" }, "cancelled"));
     } catch (error) {
       place.replaceChildren(el("span", { class: "bad", role: "alert" }, error.message));
-    }
-  }
-
-  async ask() {
-    const id = this.open;
-    try {
-      const told = await this.server.ask(`/page/explain?request=${id}`);
-      this.say(
-        id,
-        told.sentences.map((sentence) => el("p", {}, sentence)),
-      );
-    } catch (error) {
-      this.say(id, [el("p", { class: "soft" }, error.message)]);
-    }
-  }
-
-  say(id, lines) {
-    const place = this.body.keyed?.get(`why ${id}`)?.querySelector(".why");
-    const words = lines.map((line) => line.textContent).join("\n");
-    if (place && place.dataset.said !== words) {
-      place.dataset.said = words;
-      place.replaceChildren(...lines);
     }
   }
 }

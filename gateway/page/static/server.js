@@ -20,6 +20,7 @@ export class Server {
     this.onEvent = onEvent;
     this.onLink = onLink;
     this.bytes = 0;
+    this.live = false;
     this.wake = () => {};
     document.addEventListener("visibilitychange", () => this.seen());
   }
@@ -97,10 +98,12 @@ export class Server {
         await this.onEvent(name, JSON.parse(data));
         if (name === "hello") {
           came();
+          this.live = true;
           this.onLink("live", "");
         }
       }
     } finally {
+      this.live = false;
       clearTimeout(watchdog);
     }
   }

@@ -1,13 +1,18 @@
 // Tenants: the blocks of each, between its floor and ceiling.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
+import { Explainer } from "./explainer.js";
 import { bytes, count, many, percent, short } from "./words.js";
 
 export class Tenants {
   constructor(server) {
     this.server = server;
     this.rows = [];
-    this.total = 0;
+    this.explainer = new Explainer(
+      server,
+      (number) => `tenant=${encodeURIComponent(this.name(number))}`,
+      (number) => byId("tenants").keyed?.get(number)?.querySelector(".why"),
+    );
   }
 
   named() {
@@ -43,7 +48,7 @@ export class Tenants {
   make(row) {
     const why = el(
       "button",
-      { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number, node) },
+      { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number) },
       "details",
     );
     const track = el(
@@ -53,7 +58,7 @@ export class Tenants {
       el("span", { class: "floor" }),
       el("span", { class: "ceiling" }),
     );
-    const node = el(
+    return el(
       "div",
       { class: "tenant" },
       el(
@@ -65,13 +70,15 @@ export class Tenants {
       ),
       track,
       el("div", { class: "soft told" }),
-      el("div", { class: "why", hidden: true }),
+      el("div", { class: "why", role: "status", hidden: true }),
     );
-    return node;
   }
 
   update(node, row, blocks) {
     text(node.querySelector("b"), row.tenant);
+    node.querySelector(".name").title = row.tenant;
+    node.querySelector("button").setAttribute("aria-label", `details of tenant ${row.tenant}`);
+    this.unfold(node, row.number);
     const share = blocks ? row.blocks / blocks : 0;
     node.querySelector(".swatch").style.background = tenantShade(row.number);
     const used = node.querySelector(".used");
@@ -102,17 +109,15 @@ export class Tenants {
     text(node.querySelector(".told"), facts.join(" · "));
   }
 
-  async toggle(number, node) {
-    const why = node.querySelector(".why");
-    const button = node.querySelector("button");
-    why.hidden = !why.hidden;
-    button.setAttribute("aria-expanded", String(!why.hidden));
-    if (why.hidden) return;
-    try {
-      const told = await this.server.ask(`/page/explain?tenant=${encodeURIComponent(this.name(number))}`);
-      why.replaceChildren(...told.sentences.map((sentence) => el("p", {}, sentence)));
-    } catch (error) {
-      why.replaceChildren(el("p", { class: "soft" }, error.message));
-    }
+  // Opens the details of a tenant, and closes those of another.
+  toggle(number) {
+    this.open = this.open === number ? undefined : number;
+    for (const [each, node] of byId("tenants").keyed) this.unfold(node, each);
+    this.explainer.open(this.open);
+  }
+
+  unfold(node, number) {
+    node.querySelector(".why").hidden = number !== this.open;
+    node.querySelector("button").setAttribute("aria-expanded", String(number === this.open));
   }
 }

@@ -1,7 +1,7 @@
 // Workers: the state of each, and the use of its device memory.
 import { tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
-import { bytes, percent } from "./words.js";
+import { bytes, count, percent } from "./words.js";
 
 // Purposes in the order of the bar; others are appended.
 const PURPOSES = ["weights", "pool", "graphs", "other", "free"];
@@ -28,6 +28,7 @@ function make() {
     head,
     el("div", { class: "bar", "aria-hidden": "true" }),
     el("div", { class: "soft told" }),
+    el("div", { class: "soft drafts" }),
     kernels,
   );
 }
@@ -56,6 +57,7 @@ function update(node, item) {
         : memory.map(([purpose, held], at) => el("span", {}, swatch(shade(at)), `${purpose} ${bytes(held)}`))),
     );
   }
+  text(node.querySelector(".drafts"), draftsText(item.drafts));
   const kernels = node.querySelector("details");
   const pairs = Object.entries(item.kernels ?? {});
   kernels.hidden = !pairs.length;
@@ -65,4 +67,14 @@ function update(node, item) {
       .querySelector("dl")
       .replaceChildren(...pairs.flatMap(([what, kernel]) => [el("dt", {}, what), el("dd", {}, kernel)]));
   }
+}
+
+// drafts: the most for a request in a step, and how many tokens were verified and accepted; null without drafts.
+function draftsText(drafts) {
+  if (!drafts) return "";
+  const [most, verified, accepted] = drafts;
+  const found = verified
+    ? `${count(accepted)} of ${count(verified)} accepted (${percent(accepted / verified)})`
+    : "none verified yet";
+  return `drafts: at most ${most} for a request in a step, ${found}`;
 }

@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvforge import AsyncClient, SamplingParams
+from kvforge.gateway.page import documents
 from kvforge.loadtest.fleet.simulated import SimulatedFleet
+from kvforge.protocol.messages import DiskStats
 from tests.gateway.page.browser import NAMES, Browser, browser
 from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
 
@@ -219,6 +221,107 @@ def test_a_narrow_window_and_forced_colours_lose_nothing() -> None:
                 assert chosen != await page.run(BACK % "'#colouring input:not(:checked) + span'")
                 for state in (".pill", ".state"):
                     assert await page.run(BORDER % json.dumps(state)) != "0px"
+
+    asyncio.run(run())
+
+
+POOL = {
+    **dict.fromkeys(documents.POOL, 0),
+    "worker": "w0",
+    "blocks": 1200,
+    "referenced": 300,
+    "cached": 100,
+    "free": 800,
+    "disk": None,
+    "bytes_per_block": 1 << 20,
+    "kv_dtype": "float16",
+}
+DISK = {
+    **dict.fromkeys(DiskStats.__struct_fields__, 0),
+    "blocks": 50,
+    "cached": 7,
+    "saved_total": 9,
+    "failed_total": 2,
+    "off": True,
+}
+TEXT_OF_POOL = "import('/page/pool_text.js').then(({ poolText }) => poolText(%s).replaceAll('\u00a0', ' '))"
+ANNOUNCED = """import("/page/announcer.js").then(async ({ Announcer }) => {
+  const announced = [];
+  const announcer = new Announcer(() => announced.push(announcer.level), 40);
+  const pause = () => new Promise((done) => setTimeout(done, 80));
+  for (const level of %s) level ? announcer.see(level) : await pause();
+  await pause();
+  return announced;
+})"""
+DRAFTS = """import("/page/workers.js").then(({ showWorkers }) => {
+  showWorkers({ rows: [{ name: "w0", state: "ready", busy_s: 0, drafts: %s }], absent: [] });
+  return document.querySelector("#workers .drafts").textContent.replaceAll("\\u00a0", " ");
+})"""
+# Explains a row that is shown, then hidden, then one without a connection; each for a few refresh intervals.
+EXPLAINED = """import("/page/explainer.js").then(async ({ Explainer }) => {
+  const place = document.createElement("div");
+  let shown = true;
+  const server = { live: true, asked: [], ask: async (path) => {
+    server.asked.push(path);
+    return { sentences: [`answer ${server.asked.length}`] };
+  } };
+  const counts = [];
+  const explainer = new Explainer(server, (id) => `request=${id}`, () => (shown ? place : undefined), 10);
+  const pause = () => new Promise((done) => setTimeout(done, 100));
+  const grown = async () => {
+    const before = server.asked.length;
+    await pause();
+    return server.asked.length > before;
+  };
+  explainer.open(7);
+  counts.push(await grown(), place.textContent !== "answer 1", place.getAttribute("aria-live"));
+  shown = false;
+  counts.push(await grown());
+  shown = true;
+  server.live = false;
+  counts.push(await grown());
+  explainer.open(undefined);
+  server.live = true;
+  counts.push(await grown(), [...new Set(server.asked)]);
+  return counts;
+})"""
+
+
+def test_the_logic_of_the_scripts(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, timeout_s=0.2) as address, Browser() as page:
+            await page.look()
+            await page.go(address)
+            await page.until("document.readyState === 'complete' && document.querySelector('#tiles b')")
+            for changes, text in (
+                ({}, "300 of 1,200 blocks held (25 %), 100 cached, 800 free · 1.17 GiB, float16"),
+                (
+                    {"quarantined": 3, "free": 797, "state_blocks": 34, "window_blocks": 5},
+                    "300 of 1,200 blocks held (25 %), 100 cached, 3 quarantined, 797 free · states 34 · windows 5"
+                    " · 1.17 GiB, float16",
+                ),
+                (
+                    {"disk": DISK},
+                    "300 of 1,200 blocks held (25 %), 100 cached, 800 free · 1.17 GiB, float16 · disk tier (off): "
+                    "7 of 50 blocks cached, 9 saved, 0 loaded, 0 missed, 2 failed",
+                ),
+            ):
+                assert await page.run(TEXT_OF_POOL % json.dumps(POOL | changes)) == text
+            for drafts, text in (
+                (None, ""),
+                ([8, 0, 0], "drafts: at most 8 for a request in a step, none verified yet"),
+                ([8, 1450, 1430], "drafts: at most 8 for a request in a step, 1,430 of 1,450 accepted (99 %)"),
+            ):
+                assert await page.run(DRAFTS % json.dumps(drafts)) == text
+            for levels, announced in (
+                (["good"], ["good"]),
+                (["good", "notice", "good", "notice"], []),  # they do not last
+                (["good", "bad", "good"], ["bad", "good"]),
+                (["good", "", "notice", "good", "notice", ""], ["good", "notice"]),
+            ):
+                assert await page.run(ANNOUNCED % json.dumps(levels)) == announced, levels
+            path = "/page/explain?request=7"
+            assert await page.run(EXPLAINED) == [True, True, "off", False, False, False, [path]]
 
     asyncio.run(run())
 

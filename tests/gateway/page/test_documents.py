@@ -12,7 +12,16 @@ from kvforge.gateway.page.disconnected_workers import GONE, DisconnectedWorker
 from kvforge.gateway.page.document_store import DocumentStore
 from kvforge.gateway.page.history import POINTS_MAX, History, Point
 from kvforge.gateway.page.latency import ALL, WINDOW_S, Latencies
-from kvforge.protocol.messages import Health, RequestList, RequestRow, RequestStats, Stats, TenantStats, WorkerHealth
+from kvforge.protocol.messages import (
+    Health,
+    ModelInfo,
+    RequestList,
+    RequestRow,
+    RequestStats,
+    Stats,
+    TenantStats,
+    WorkerHealth,
+)
 
 
 def row(request_id: int, state: str = "running", **fields: Any) -> RequestRow:
@@ -74,6 +83,25 @@ def test_all_is_bounded() -> None:
     assert len(shown["rows"]) == len(shown["absent"]) == documents.WORKERS_MAX
     assert {len(row["how"]) for row in shown["absent"]} == {documents.TEXT_MAX}
     assert len(msgspec.json.encode(shown)) < 64_000
+
+
+def test_a_worker_shows_its_drafts_if_it_drafts() -> None:
+    drafting = WorkerHealth(name="w0", pid=1, state="ready", drafts=8, drafted_total=145, accepted_total=143)
+    health = Health(
+        rid=0, live=True, ready=True, reason="", workers=(drafting, WorkerHealth(name="w1", pid=2, state="ready"))
+    )
+    assert [row["drafts"] for row in documents.workers(health)["rows"]] == [[8, 145, 143], None]
+
+
+@pytest.mark.parametrize(("layout", "shown"), [("latents", "latents"), ("states", "states"), ("K and V", ""), ("", "")])
+def test_the_content_of_an_unusual_cache_is_named(layout: str, shown: str) -> None:
+    names = {"name": "m", "source": "/m", "architecture": "llama", "fingerprint": "f"}
+    model = ModelInfo(**names, vocab_size=100, context_tokens_max=512, dtype="float32", kv_layout=layout)
+    health = Health(rid=0, live=True, ready=True, reason="", workers=(), model=model)
+    requests = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
+    stats = Stats(rid=0, boot="b", uptime_us=0, clients=0, sequences=0, requests=requests, pools=(), tenants=())
+    told = documents.about(stats, health, 0)["model"]
+    assert told == {"name": "m", "dtype": "float32", "cache": shown, "context": 512}
 
 
 # ------------------------------------------------------------------------------------------------ board and history

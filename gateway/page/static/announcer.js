@@ -1,0 +1,26 @@
+// Announces the level of the summary to screen readers: a bad one at once, the others when they last.
+// A busy service moves between "all is well" and "waiting" every second; each change would interrupt the reader.
+const STEADY_MS = 5000;
+
+export class Announcer {
+  // say(): announces the current sentence.
+  constructor(say, steadyMs = STEADY_MS) {
+    this.say = say;
+    this.steadyMs = steadyMs;
+    this.level = this.announced = "notice"; // as in index.html
+  }
+
+  see(level) {
+    if (level === this.level) return;
+    this.level = level;
+    clearTimeout(this.due);
+    if (level === this.announced) return;
+    if (level === "bad") this.announce();
+    else this.due = setTimeout(() => this.announce(), this.steadyMs);
+  }
+
+  announce() {
+    this.announced = this.level;
+    this.say();
+  }
+}
