@@ -57,7 +57,8 @@ export class Lines {
       this.body,
     );
     this.none = el("p", { class: "empty" }, "No request has ended in the last minute.");
-    this.table = el("div", { class: "scroll", hidden: true }, table);
+    const region = { class: "scroll", hidden: true, tabindex: "0", role: "region", "aria-label": "Latency by tenant" };
+    this.table = el("div", region, table);
     byId("latency").append(
       el("div", { class: "charts" }, ...this.charts.map((chart) => chart.node)),
       this.none,
@@ -157,9 +158,10 @@ export class Lines {
       this.body,
       all.count ? shown : [],
       (row) => row.tenant,
-      (row) => el("tr", {}, ...cells(row).map(() => el("td", {}))),
+      (row) => el("tr", {}, ...cells(row).map((_, at) => el("td", {}, at ? "" : el("span", { class: "name" })))),
       (node, row) => {
-        cells(row).forEach((cell, at) => text(node.children[at], cell));
+        cells(row).forEach((cell, at) => text(at ? node.children[at] : node.querySelector(".name"), cell));
+        node.querySelector(".name").title = row.tenant;
       },
     );
   }

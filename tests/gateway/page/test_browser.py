@@ -225,6 +225,46 @@ def test_a_narrow_window_and_forced_colours_lose_nothing() -> None:
     asyncio.run(run())
 
 
+# What keyboards and pointers cannot reach: buttons beyond the edge of a list that scrolls.
+HIDDEN_BUTTONS = """[...document.querySelectorAll(".requests button")].filter((node) =>
+    node.getBoundingClientRect().right > node.closest(".scroll").getBoundingClientRect().right + 0.5).length"""
+BROKEN_NAMES = """[...document.querySelectorAll(".tenant .name")].filter((node) =>
+    node.querySelector("b").getBoundingClientRect().top > node.querySelector(".swatch").getBoundingClientRect().bottom
+).map((node) => node.textContent)"""
+UNREACHED_NUMBERS = """[...document.querySelectorAll("#latency td:nth-child(2)")].filter((node) =>
+    node.getBoundingClientRect().right > node.closest(".scroll").getBoundingClientRect().right).length"""
+
+
+def test_long_names_leave_room_and_stand_in_full_in_a_title() -> None:
+    name = "x" * 100
+
+    async def run() -> None:
+        async with (
+            SimulatedFleet(blocks=128, time_scale=40.0) as fleet,
+            AsyncClient(fleet.endpoint, timeout_s=30) as kv,
+            serving(fleet.runtime) as address,
+            Browser() as page,
+        ):
+            await kv.submit(list(range(1, 600)), max_tokens=900, tenant=name, sampling=GREEDY)
+            ended = await kv.submit(list(range(2, 90)), max_tokens=2, tenant=name, sampling=GREEDY)
+            await ended.result(30)
+            await page.look()
+            await page.go(address)
+            await page.until("document.querySelectorAll('#latency tbody tr').length === 1")
+            await page.until("document.querySelectorAll('#requests tbody tr').length === 2")
+            for width in (360, 705, 800, 860, 1185, 1280, 1400):
+                await page.look(width, 800)
+                for broken in (HIDDEN_BUTTONS, UNREACHED_NUMBERS):
+                    assert await page.run(broken) == 0, (width, broken)
+                assert await page.run(BROKEN_NAMES) == [], width
+            for place in ("#tenants .name", "#latency .name", ".requests .name"):
+                assert await page.run(f"document.querySelector({json.dumps(place)}).title") == name
+            label = await page.run("document.querySelector('.tenant button').getAttribute('aria-label')")
+            assert label == f"details of tenant {name}"
+
+    asyncio.run(run())
+
+
 POOL = {
     **dict.fromkeys(documents.POOL, 0),
     "worker": "w0",
