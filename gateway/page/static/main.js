@@ -136,8 +136,8 @@ function link(state, message) {
   } else {
     takers.summary({
       level: "bad",
-      sentence: "The gateway does not answer.",
-      notes: [message || "This page retries automatically; the values shown are out of date."],
+      sentence: message ? "The gateway cannot serve this page." : "The gateway does not answer.",
+      notes: [message, "This page retries automatically; values shown are out of date."],
       stale: true,
     });
   }

@@ -15,7 +15,8 @@ export class Refused extends Error {
 }
 
 export class Server {
-  // onEvent(name, document) is awaited; onLink("live" | "lost" | "refused", message).
+  // onEvent(name, document) is awaited; onLink("live" | "lost" | "refused", message): lost with the message of an error
+  // if the gateway answered.
   constructor(onEvent, onLink) {
     this.onEvent = onEvent;
     this.onLink = onLink;
@@ -62,6 +63,7 @@ export class Server {
 
   async run() {
     for (let failures = 0; ; failures += 1) {
+      let retryMs = 0;
       this.abort = new AbortController();
       try {
         const response = await this.fetched("/page/events", { signal: this.abort.signal });
@@ -75,8 +77,10 @@ export class Server {
           await new Promise((wake) => (this.wake = wake));
           continue;
         }
+        if (refused) retryMs = error.retryMs;
       }
-      const pause = document.hidden ? 1 << 30 : AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)];
+      const againMs = Math.max(retryMs, AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]);
+      const pause = document.hidden ? 1 << 30 : againMs;
       await new Promise((wake) => {
         this.wake = wake;
         setTimeout(wake, pause);

@@ -6,13 +6,16 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from time import monotonic
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.requests import Request
 
 from kvforge import AsyncClient, SamplingParams
 from kvforge.gateway.page import documents
 from kvforge.loadtest.fleet.simulated import SimulatedFleet
+from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import DiskStats
 from tests.gateway.page.browser import NAMES, Browser, browser
 from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
@@ -325,6 +328,26 @@ EXPLAINED = """import("/page/explainer.js").then(async ({ Explainer }) => {
   counts.push(await grown(), [...new Set(server.asked)]);
   return counts;
 })"""
+
+
+def test_a_gateway_that_is_full_is_no_silent_one_and_names_the_time_to_retry(tmp_path: Path) -> None:
+    came_s: list[float] = []
+
+    def full(_request: Request, _right: str) -> None:
+        came_s.append(monotonic())
+        raise QueueFull(32, 1500, "the live page")
+
+    async def run() -> None:
+        async with serving(tmp_path, allowed=full, timeout_s=0.2) as address, Browser() as page:
+            await page.look()
+            await page.go(address)
+            await page.until(shows("#sentence", "The gateway cannot serve this page."))
+            await page.until(shows("#notes", "the live page has its limit of 32"))
+            while len(came_s) < 3:
+                await asyncio.sleep(0.02)
+        assert came_s[1] - came_s[0] >= 1.4 and came_s[2] - came_s[1] >= 1.4
+
+    asyncio.run(run())
 
 
 def test_the_logic_of_the_scripts(tmp_path: Path) -> None:
