@@ -350,6 +350,32 @@ def test_a_gateway_that_is_full_is_no_silent_one_and_names_the_time_to_retry(tmp
     asyncio.run(run())
 
 
+# Fills the page with a long name and many workers, without a coordinator; returns what moves other parts away.
+CROWDED = """import("/page/workers.js").then(({ showWorkers }) => {
+  const [about, drain, all] = ["#about", "#drain", "#all"].map((id) => document.querySelector(id));
+  about.textContent = "a-model-of-a-long-name ".repeat(8);
+  all.hidden = drain.hidden = false;
+  showWorkers({ rows: [...Array(64).keys()].map((at) => ({ name: `w${at}`, state: "ready", busy_s: 0 })), absent: [] });
+  const [left, right] = [about, drain].map((node) => node.getBoundingClientRect());
+  const moved = [];
+  if (right.top >= left.bottom || right.left < left.right) moved.push("#drain");
+  if (document.querySelector("#workers").clientHeight > 700) moved.push("#chat");
+  return moved;
+})"""
+
+
+def test_a_long_name_and_many_workers_push_nothing_out_of_sight(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, timeout_s=0.2) as address, Browser() as page:
+            await page.go(address)
+            for width in (800, 1000, 1400):
+                await page.look(width)
+                await page.until("document.readyState === 'complete' && document.querySelector('#tiles b')")
+                assert await page.run(CROWDED) == [], width
+
+    asyncio.run(run())
+
+
 def test_the_logic_of_the_scripts(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path, timeout_s=0.2) as address, Browser() as page:
