@@ -26,6 +26,8 @@ WAITS_FOR = {
     "blocks": "free blocks",
     "sibling": "a request that computes the same prompt",
     "grammar": "their grammar to be compiled",
+    "host": "their sequence to come back from the host tier",
+    "disk": "blocks from the disk tier",
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvforge.coordinator.core.events import WorkerGone
+from kvforge.coordinator.core.reporting.spent import QUEUED_FOR
 from kvforge.gateway.page.disconnected_workers import (
     GONE,
     STARTING,
@@ -15,7 +16,7 @@ from kvforge.gateway.page.disconnected_workers import (
     DisconnectedWorker,
     DisconnectedWorkers,
 )
-from kvforge.gateway.page.view import BAD, GOOD, NOTICE, ServiceState, Waiting, summary
+from kvforge.gateway.page.view import BAD, CEILING, GOOD, NOTICE, WAITS_FOR, ServiceState, Waiting, summary
 from kvforge.gateway.storage.totals import StorageTotals
 from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
 from tests.coordinator.driver import Driver
@@ -105,6 +106,10 @@ def test_who_came_since_it_was_asked_waits_for_the_same() -> None:
     seen = view(12, 3, (Waiting("a", 3, "blocks"),))
     seen.pending = 5
     assert summary(seen).sentence == "12 running, 5 waiting for free blocks."
+
+
+def test_every_limit_of_the_coordinator_has_words() -> None:
+    assert WAITS_FOR.keys() | {CEILING} == QUEUED_FOR.keys()
 
 
 def test_notes_say_who_is_gone_and_who_loads() -> None:
