@@ -13,13 +13,16 @@ export class Announcer {
   see(level) {
     if (level === this.level) return;
     this.level = level;
+    if (this.announced === "bad" && level !== "bad" && this.due) return; // better for as long, whether good or notice
     clearTimeout(this.due);
+    this.due = undefined;
     if (level === this.announced) return;
     if (level === "bad") this.announce();
     else this.due = setTimeout(() => this.announce(), this.steadyMs);
   }
 
   announce() {
+    this.due = undefined;
     this.announced = this.level;
     this.say();
   }

@@ -292,9 +292,11 @@ ANNOUNCED = """import("/page/announcer.js").then(async ({ Announcer }) => {
   const announced = [];
   const announcer = new Announcer(() => announced.push(announcer.level), 40);
   const pause = () => new Promise((done) => setTimeout(done, 80));
-  for (const level of %s) level ? announcer.see(level) : await pause();
-  await pause();
-  return announced;
+  for (const level of %s) {
+    if (level) announcer.see(level);
+    await (level ? new Promise((done) => setTimeout(done, 5)) : pause());
+  }
+  return announced.map((level) => (level === "bad" ? level : "better"));
 })"""
 DRAFTS = """import("/page/workers.js").then(({ showWorkers }) => {
   showWorkers({ rows: [{ name: "w0", state: "ready", busy_s: 0, drafts: %s }], absent: [] });
@@ -403,10 +405,12 @@ def test_the_logic_of_the_scripts(tmp_path: Path) -> None:
             ):
                 assert await page.run(DRAFTS % json.dumps(drafts)) == text
             for levels, announced in (
-                (["good"], ["good"]),
-                (["good", "notice", "good", "notice"], []),  # they do not last
-                (["good", "bad", "good"], ["bad", "good"]),
-                (["good", "", "notice", "good", "notice", ""], ["good", "notice"]),
+                (["good", ""], ["better"]),
+                (["good", "notice", "good", "notice", ""], []),  # they do not last
+                (["good", "bad", "good", ""], ["bad", "better"]),
+                (["good", "bad", "good", "bad", ""], ["bad"]),
+                (["good", "", "notice", "good", "notice", ""], ["better", "better"]),
+                (["bad", *["good", "notice"] * 40], ["bad", "better"]),  # not bad any more for more than 40 ms
             ):
                 assert await page.run(ANNOUNCED % json.dumps(levels)) == announced, levels
             path = "/page/explain?request=7"
