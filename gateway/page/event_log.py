@@ -55,6 +55,12 @@ class EventLog:
         """Return the events, newest first."""
         return list(self._entries)
 
+    def resume(self) -> None:
+        """Begin anew after a time without viewers: the times of what happened then are unknown."""
+        self._stats = self._health = None
+        self._counted.clear()
+        self._pid = self._gone_ms = 0
+
     def process(self, pid: int, now_ms: int) -> None:
         """Record the process id of the coordinator; 0 after it has ended."""
         if pid != self._pid and self._pid and not self._gone_ms:

@@ -40,6 +40,7 @@ AGAIN_MS = 5000  # Retry-After of a refused viewer
 LISTED_MAX = 1000
 EXPLAINED_MAX = 2
 ANSWER_S = 2.0
+GAP_S = 10.0  # a reloaded page is no gap in the log of events
 RATE_LOOKS = 5  # rates cover this many samples
 LIVES = ("journal_bytes", "journal_records_total", "restarts_total", "workers_lost_total", "workers_returned_total")
 log = logging.getLogger("kvforge.gateway.page")
@@ -151,6 +152,8 @@ class Sampler:
     # ------------------------------------------------------------------------------------------------------- the work
 
     async def _run(self) -> None:
+        if self._counts and monotonic() - self._counts[-1][0] > GAP_S:
+            self._event_log.resume()
         self._counts.clear()
         asking = asyncio.create_task(self._ask_on())
         storing = asyncio.create_task(self._ask_storage_on())

@@ -90,3 +90,16 @@ def test_the_oldest_are_forgotten() -> None:
     for at in range(2 * KEPT_MAX):
         seen.answered(stats(), health(workers=(msgspec.structs.replace(WORKER, pid=at),)), at)
     assert len(seen.entries()) == KEPT_MAX and seen.entries()[0].at_ms == 2 * KEPT_MAX - 1
+
+
+def test_a_time_without_viewers_leaves_no_lines_with_false_times() -> None:
+    seen = EventLog()
+    seen.process(7, now_ms=0)
+    seen.answered(stats(), health(), 0)
+    seen.answered(stats(failed_total=2), health(), 1)
+    seen.resume()
+    seen.process(8, now_ms=9000)
+    seen.answered(stats(failed_total=40), health(gone={"w1": "killed"}), 9001)
+    assert texts(seen) == ["2 requests failed"]
+    seen.answered(stats(failed_total=41), health(gone={"w1": "killed"}), 9002)
+    assert texts(seen) == ["1 request failed", "2 requests failed"]

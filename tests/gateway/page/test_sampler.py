@@ -6,6 +6,7 @@ import asyncio
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvforge.gateway.page import sampler
@@ -34,13 +35,14 @@ class Silent:
 class Torn:
     """A client and the tables of a coordinator that was stopped during a write and lists few requests."""
 
-    boot, pid = "b", 7
+    boot, pid, failed = "b", 7, 0
 
     async def health(self, **_options: Any) -> Health:
         return Health(rid=0, live=True, ready=True, reason="", workers=())
 
     async def stats(self, **_options: Any) -> Stats:
-        return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
+        requests = msgspec.structs.replace(ZERO, failed_total=self.failed)
+        return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=requests, pools=(), tenants=())
 
     async def requests(self, count: int, **_options: Any) -> RequestList:
         if count > 100:
@@ -125,6 +127,36 @@ def test_time_without_a_process_is_not_silence(monkeypatch: pytest.MonkeyPatch) 
             assert b"has not answered for 4 s" in await sentence()
             client.answers.set()
             assert b"All is well" in await sentence()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("gap_s", "recorded"), [(1.0, True), (sampler.GAP_S + 1.0, False)])
+def test_the_log_of_events_begins_anew_after_a_gap(
+    gap_s: float, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(sampler, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(sampler, "LOOK_S", 0.005)
+
+    async def run() -> None:
+        client = Restarted()
+        looking = Sampler(lambda: client, lambda: False)  # type: ignore[arg-type]
+
+        async def events(words: bytes) -> bytes:
+            """Return the events of a new viewer up to these words."""
+            came = b""
+            with looking.watching({}) as viewer:
+                while words not in came:
+                    await asyncio.wait_for(viewer.more(), LIMIT_S)
+                    came += viewer.pop_events()
+                await asyncio.wait_for(viewer.more(), LIMIT_S)
+                return came + viewer.pop_events()
+
+        await events(b'"failed":0')
+        clock[0] += gap_s
+        client.failed = 5
+        assert (b"5 requests failed" in await events(b'"failed":5')) is recorded
 
     asyncio.run(run())
 
