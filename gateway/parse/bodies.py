@@ -71,7 +71,7 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
     name: str | None = None
     call_id, opened = "", False
     arguments: list[str] = []
-    astray = False
+    astray = empty = False
     if (yield from reader.space()) != "{":
         return False
     reader.read_to(reader.at + 1)
@@ -83,6 +83,8 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
         if following == ",":
             reader.read_to(reader.at + 1)
             continue
+        if empty and following != '"':
+            break  # truncated behind its arguments; the caller reads on
         key = yield from json_text.string(reader)
         if key is None:
             return opened
@@ -95,7 +97,10 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
             if not name or (known and name not in writer.tools):
                 return opened
         elif key in ARGUMENTS and not opened and not arguments:
-            if (yield from reader.space()) == "{" and name is not None:
+            # Empty arguments are held back: a damaged call may have its arguments behind them.
+            object_of_named = (yield from reader.space()) == "{" and name is not None
+            empty = object_of_named and (yield from behind_bracket(reader)) == "}"
+            if name is not None and object_of_named and not empty:
                 opened = True
                 writer.call(name, call_id)
                 if not (yield from json_text.value(reader, writer.arguments, close)):
@@ -113,14 +118,21 @@ def json_object(writer: Writer, known: bool, close: str = "") -> Any:
                 call_id = "".join(other).strip('"')
     if opened or name is None:
         return opened
-    if astray and not arguments:
-        return False  # a call without its arguments would differ from what the model wrote
     text = json_text.as_object("".join(arguments)) if arguments else "{}"
-    if text is None:
-        return False
+    if text is None or (astray and not text.strip("{} \t\r\n")):
+        return False  # a call without its arguments would differ from what the model wrote
     writer.call(name, call_id)
     writer.arguments(text)
     return True
+
+
+def behind_bracket(reader: Reader) -> Generator[None, None, str]:
+    """Peek at the first character behind the bracket that is not white space."""
+    while True:
+        rest = reader.text[reader.at + 1 :].lstrip()
+        if rest or reader.ended:
+            return rest[:1]
+        yield
 
 
 def named_json(between: str, close: str, *, before_name: str = "", fence: bool = False) -> Body:

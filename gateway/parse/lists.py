@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
 
-from .bodies import Body, arguments_json, json_object, object_or_nothing, pythonic
-from .reader import Reader, Reading, markers
+from .bodies import Body, arguments_json, behind_bracket, json_object, object_or_nothing, pythonic
+from .reader import Reading, markers
 from .writer import Writer
 
 _INDEX = re.compile(r":\d+$")
@@ -58,21 +57,12 @@ def python_or_json(close: str) -> Body:
         writer.reader.keep()
         following = yield from writer.reader.space()
         opened += writer.reader.kept()
-        if following == "[" and (yield from _behind_bracket(writer.reader)) != "{":
+        if following == "[" and (yield from behind_bracket(writer.reader)) != "{":
             yield from calls(writer, opened)
         else:
             yield from objects(writer, opened)
 
     return body
-
-
-def _behind_bracket(reader: Reader) -> Generator[None, None, str]:
-    """Peek at the first character behind the bracket that is not white space."""
-    while True:
-        rest = reader.text[reader.at + 1 :].lstrip()
-        if rest or reader.ended:
-            return rest[:1]
-        yield
 
 
 def id_and_json(between: str, close: str) -> Body:

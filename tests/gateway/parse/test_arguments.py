@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -134,3 +135,28 @@ def test_a_damaged_call_is_not_one_without_arguments(way: str, start: int, lengt
     held = read.content + read.reasoning + "".join(part for call in read.calls for part in call)
     lost = [word for word in ("qqqqq", "77777") if word in text and word not in held]
     assert not lost or all(arguments.strip() not in ("", "{}") for _, arguments in read.calls), (text, read)
+
+
+# Written as a JSON object with the name and the arguments.
+OBJECT_WAYS = [
+    way for way in WAYS if re.search(r'"(arguments|parameters)": {', WAYS[way][1]([("weather", {"city": "x"})]))
+]
+
+
+@pytest.mark.parametrize("way", OBJECT_WAYS)
+@pytest.mark.parametrize("behind", ['}"city": "qqqqq"', '}, "city": "qqqqq"', '} "qqqqq"', '}\n"qqqqq'])
+def test_arguments_behind_a_closed_object_are_not_lost(behind: str, way: str) -> None:
+    name, write, _ = WAYS[way]
+    text = write([("weather", {"city": "qqqqq"})]).replace('"city": "qqqqq"', behind)
+    read = joined(events_of(name, list(text)))
+    assert read.calls == [] and "qqqqq" in read.content
+
+
+@pytest.mark.parametrize("way", OBJECT_WAYS)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_call_with_an_empty_object_may_lack_its_last_brace(missing: int, way: str) -> None:
+    name, write, _ = WAYS[way]
+    text = write([("now", {})]).replace("{}}", "{}" + "}" * (1 - missing))
+    assert joined(events_of(name, list(text))).called == [("now", {})]
+    until = text[: text.index("{}") + 2]
+    assert joined(events_of(name, list(until))).called == [("now", {})]
