@@ -117,6 +117,7 @@ class Engine:
 
     def _tried(self, calls: Sequence[Sequence[Operation]]) -> list[Outcome]:
         if not self._open:
+            self._db.close()  # of an opening that failed, as when the tables were locked
             self._db.open()
             self._open = True
         self._removed = False

@@ -40,11 +40,13 @@ class World:
     def __init__(self, script: Script, url: str, settings: Settings = SETTINGS) -> None:
         self.script, self.url, self.settings = script, url, settings
         self.storage = InlineStorage(url)
+        self.further: list[Storage] = []
         self.backgrounds: list[Background] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     def gateway(self, storage: Storage | None = None) -> httpx.AsyncClient:
-        """Start a gateway."""
+        """Start a gateway. A storage of its own is closed with the world."""
+        self.further += [storage] if storage else []
         app = application(self.script, self.settings, storage=storage or self.storage, started=self.backgrounds.append)
         self.tasks.append(asyncio.ensure_future(self.backgrounds[-1].keep()))
         return client(app)
@@ -60,7 +62,8 @@ class World:
             task.cancel()
         for background in self.backgrounds:
             await background.close()
-        await self.storage.close()
+        for storage in (self.storage, *self.further):
+            await storage.close()
 
 
 def play(

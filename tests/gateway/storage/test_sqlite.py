@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,31 @@ def test_a_page_that_was_overwritten_is_an_error_of_the_calls_that_need_it(file:
     with pytest.raises(StorageFailed, match="malformed"):
         storage.done(Claim(kind="thing", owner="me", lease_s=1.0))
     storage._engine.close()
+
+
+def test_a_locked_file_leaves_no_connection_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 warns of a connection that is collected open."""
+    connect, made = sqlite3.connect, list[sqlite3.Connection]()
+    file.parent.mkdir()
+    locking = connect(file, isolation_level=None)
+    locking.execute("BEGIN EXCLUSIVE")
+
+    def counted(*given: Any, **options: Any) -> sqlite3.Connection:
+        made.append(connect(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", counted)
+    monkeypatch.setattr("kvforge.gateway.storage.sqlite.BUSY_S", 0.01)
+    storage = InlineStorage(f"sqlite:{file}")
+    with pytest.raises(StorageFailed, match="locked"):
+        storage.done(Get(**X))
+    locking.close()
+    assert storage.done(Get(**X)) == [None]
+    storage._engine.close()
+    assert len(made) > 2
+    for connection in made:
+        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+            connection.execute("SELECT 1")
 
 
 def test_tables_of_another_version_are_refused(file: Path, storage: InlineStorage) -> None:

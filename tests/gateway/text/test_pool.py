@@ -240,6 +240,7 @@ def test_a_job_that_waits_too_long_is_given_up(folder: Path) -> None:
             await pool.start()
             with pytest.raises(DeadlineExceeded, match="text_s"):
                 await pool.render(user("loop"), {})
+            pool._limits = TextLimits()  # on a busy machine the next helper takes longer to start
             assert len(await pool.encode("x", special=False)) == 1
         finally:
             await pool.close()
