@@ -45,6 +45,8 @@ def interrupted(call: Callable[[], Any], at: int) -> tuple[bool, BaseException |
                 raise KeyboardInterrupt
         return trace
 
+    # Python 3.12 traces opcodes only if a frame has asked for them before settrace.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()
