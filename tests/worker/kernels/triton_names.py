@@ -20,7 +20,8 @@ from pathlib import Path
 
 from kvforge import worker
 
-VERSIONS = ("3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0")  # in torch 2.9, 2.10 and 2.11, 2.12, 2.14, 2.15
+# In torch 2.9; 2.10 and 2.11; 2.12; 2.13; 2.14; 2.15.
+VERSIONS = ("3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 TABLE = Path(__file__).with_suffix(".json")
 PACKAGE = Path(worker.__file__).parent
 # Alternatives; one is enough: see `attention.gluon_names`.
