@@ -66,7 +66,11 @@ class RayCluster:
         self._read = b""  # received, but not yet parsed
 
     def __enter__(self) -> Self:
-        self.address = str(self._heard())
+        try:
+            self.address = str(self._heard())
+        except BaseException as error:  # its processes would outlive the test
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
