@@ -7,7 +7,6 @@ answer comes would otherwise tell one tenant what another has read.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
 from itertools import islice
 
 from .history import History
@@ -21,7 +20,9 @@ class RecentHistories:
 
     def __init__(self) -> None:
         self._of: dict[int, deque[History]] = {}
-        self._ended: OrderedDict[int, tuple[int, History]] = OrderedDict()  # by id(): the oldest first
+        self._newest: dict[int, tuple[History, ...]] = {}
+        # By id(), the oldest first: the number, the history, and its bytes.
+        self._ended: OrderedDict[int, tuple[int, History, int]] = OrderedDict()
         self._ended_bytes = 0
 
     @property
@@ -32,28 +33,33 @@ class RecentHistories:
     def add(self, number: int, history: History) -> None:
         """Add the history of a request that takes a slot; number 0 shares none."""
         if number:
-            self._of.setdefault(number, deque()).appendleft(history)
+            own = self._of.setdefault(number, deque())
+            own.appendleft(history)
+            self._newest[number] = tuple(islice(own, SEARCHED_MAX + 1))
 
     def end(self, number: int, history: History) -> None:
         """Record that no slot has this history any more. It stays until newer ones need its memory."""
         if not number:
             return
-        self._ended[id(history)] = number, history
-        self._ended_bytes += history.bytes
+        size = history.bytes
+        self._ended[id(history)] = number, history, size
+        self._ended_bytes += size
         while self._ended_bytes > RECENT_BYTES_MAX:
-            _, (number, oldest) = self._ended.popitem(last=False)
-            self._ended_bytes -= oldest.bytes
+            _, (number, oldest, size) = self._ended.popitem(last=False)
+            self._ended_bytes -= size
             own = self._of[number]
             own.remove(oldest)
+            self._newest[number] = tuple(islice(own, SEARCHED_MAX + 1))
             if not own:
-                del self._of[number]
+                del self._of[number], self._newest[number]
 
-    def others(self, number: int, history: History) -> Iterator[History]:
-        """Yield the newest histories under a number, without this one; at most SEARCHED_MAX."""
-        return islice((each for each in self._of.get(number, ()) if each is not history), SEARCHED_MAX)
+    def newest(self, number: int) -> tuple[History, ...]:
+        """Return the newest histories under a number, SEARCHED_MAX and the one that looks for others."""
+        return self._newest.get(number, ())
 
     def forget(self) -> None:
         """Forget all."""
         self._of.clear()
+        self._newest.clear()
         self._ended.clear()
         self._ended_bytes = 0

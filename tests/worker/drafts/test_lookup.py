@@ -9,7 +9,7 @@ import pytest
 
 from kvforge.protocol.messages import NO_INT32, Int32Array
 from kvforge.worker.drafts import history as histories
-from kvforge.worker.drafts import recent
+from kvforge.worker.drafts import lookup, recent
 from kvforge.worker.drafts.drafter import Proposals
 from kvforge.worker.drafts.history import FIRST_TOKENS, LENGTHS
 from kvforge.worker.drafts.lookup import HISTORY_MIN, HOST_BYTES_MAX, LookupDrafter
@@ -88,6 +88,61 @@ def test_a_run_that_repeats_is_drafted_to_its_full_length() -> None:
     drafter = LookupDrafter(1)
     drafter.begin(0, i4([3, 4, 3, 4, 3, 4]), NO_INT32, MOST)
     assert proposed(drafter, 0, 5) == [3, 4, 3, 4, 3]
+
+
+@pytest.mark.parametrize("waiting", [1, 5, 40, FIRST_TOKENS, 3 * HISTORY_MIN, 9 * HISTORY_MIN])
+def test_tokens_that_came_without_proposals_are_found_later(waiting: int) -> None:
+    random, drafter = Random(waiting), LookupDrafter(1, context_tokens_max=64 * HISTORY_MIN)
+    history = [random.randrange(9) for _ in range(50)]
+    drafter.begin(0, i4(history), NO_INT32, MOST)
+    for _ in range(3):
+        for _ in range(waiting):
+            token = random.randrange(9)
+            drafter.append(0, [token])
+            history.append(token)
+        assert drafter.remembered(0) == history
+        for _ in range(waiting // lookup.INDEXED_MAX):
+            assert proposed(drafter, 0) == [], "they are indexed by several proposals"
+        assert proposed(drafter, 0) == searched(history, MOST)
+
+
+@pytest.mark.parametrize("shared", [0, 9])
+def test_a_full_history_without_new_tokens_stays_as_it_is(shared: int) -> None:
+    drafter, tokens = LookupDrafter(1, context_tokens_max=HISTORY_MIN), [7, 8, 9, *range(10, FIRST_TOKENS - 3), 7, 8]
+    drafter.begin(0, i4(tokens), NO_INT32, MOST, shared)
+    drafter.append(0, [9])
+    for _ in range(3):
+        assert proposed(drafter, 0) == [10, 11, 12, 13, 14, 15]
+        assert drafter.remembered(0) == [*tokens, 9]
+        drafter.append(0, [])
+    drafter.begin(0, i4([*range(HISTORY_MIN // 2 - 1)]), NO_INT32, MOST, shared)
+    whole = [*range(HISTORY_MIN // 2 - 1)]
+    for token in range(HISTORY_MIN // 2 + 1):
+        drafter.append(0, [token])
+        whole.append(token)
+        proposed(drafter, 0)
+    assert drafter.remembered(0) == whole, "as many as a slot remembers"
+
+
+def test_tokens_that_wait_are_bounded_too() -> None:
+    drafter = LookupDrafter(1, context_tokens_max=HISTORY_MIN)
+    drafter.begin(0, NO_INT32, NO_INT32, MOST)
+    for token in range(5 * HISTORY_MIN):
+        drafter.append(0, [token])
+        assert len(drafter.remembered(0)) <= 2 * HISTORY_MIN
+        assert drafter.bytes <= drafter.costs.host_bytes_max - RECENT_BYTES_MAX
+    drafter.append(0, [token - 4, token - 3, token - 2])
+    assert proposed(drafter, 0, 2) == [token - 1, token]
+
+
+def test_a_proposal_indexes_so_many_tokens_and_the_next_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "INDEXED_MAX", 900)
+    drafter, slots = LookupDrafter(5), range(5)
+    for slot in slots:
+        drafter.begin(slot, i4([*range(400), 7, 8, 9]), NO_INT32, MOST)
+    counts = [len(by_slot(drafter.propose(slots))) for _ in range(3)]
+    assert counts == [2, 4, 5], "403 tokens each"
+    assert by_slot(drafter.propose(slots)) == {slot: [10, 11, 12, 13, 14, 15] for slot in slots}
 
 
 def test_slots_are_apart_and_a_new_request_forgets_the_one_before() -> None:
@@ -179,6 +234,15 @@ def test_requests_of_one_tenant_are_drafted_from_each_other() -> None:
     drafter.forget()
     drafter.begin(1, i4([30, 1, 2, 3]), NO_INT32, MOST, shared=9)
     assert by_slot(drafter.propose([1])) == {}
+
+
+def test_a_request_that_never_proposed_is_searched_by_a_later_one() -> None:
+    drafter = LookupDrafter(2)
+    drafter.begin(0, i4([1, 2]), NO_INT32, MOST, shared=9)
+    drafter.append(0, [3, 4, 5])
+    drafter.begin(0, i4([50]), NO_INT32, MOST, shared=9)  # the first request has ended
+    drafter.begin(1, i4([1, 2, 3]), NO_INT32, MOST, shared=9)
+    assert by_slot(drafter.propose([1])) == {1: [4, 5]}
 
 
 def test_the_newest_requests_are_searched_first_and_few() -> None:
