@@ -556,6 +556,7 @@ class TurnLoop:
             state_blocks_max=limits.bounds.state_blocks_max,
             window_ahead=limits.schedule.window_ahead,
             drafts_max=limits.schedule.drafts_max,
+            draft_rows_max=limits.draft_rows_max,
         )
 
 

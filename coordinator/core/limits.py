@@ -247,6 +247,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidConfiguration(f"quotas.{tenant}", problem)
 
     @property
+    def draft_rows_max(self) -> int:
+        """The most rows of a step with drafts, each draft counted as one."""
+        schedule = self.schedule
+        rows_max = min(schedule.draft_rows_max, schedule.step_rows_max, schedule.step_tokens_max)
+        return min(rows_max, self.bounds.sequences_max)
+
+    @property
     def context_tokens_max(self) -> int:
         """The longest sequence in tokens: block_size x blocks_per_sequence_max."""
         return self.cache.block_size * self.bounds.blocks_per_sequence_max

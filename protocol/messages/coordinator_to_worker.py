@@ -9,6 +9,7 @@ from .shared import NO_INT32, Int32Array, Message, Refused, SamplingParams
 GENERATED = 1 << 30  # above every token id
 DISK_WRITE, DISK_READ, DISK_WIPE = 1, 2, 3  # kinds of an order: see DiskOrders
 DISK_ORDER_NUMBERS = 9
+ANY_ROWS = (1 << 31) - 1  # more than a step has
 
 
 class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
@@ -23,6 +24,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
             coordinator keeps no windows, and all layers keep all tokens.
         drafts_max: The most drafted tokens of one row that the coordinator verifies in a step; 0: it verifies none, and
             the worker proposes none.
+        draft_rows_max: The most rows of a step, drafts included. Lookup proposes nothing behind a step with as many.
     """
 
     rid: int
@@ -38,6 +40,7 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     state_blocks_max: int = 0
     window_ahead: int = 0
     drafts_max: int = 0
+    draft_rows_max: int = ANY_ROWS
 
 
 class Rendezvous(Message, frozen=True, tag="meeting"):

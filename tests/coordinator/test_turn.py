@@ -622,7 +622,11 @@ def test_a_worker_is_watched_from_its_hello_to_its_end(bench: Bench) -> None:
     bench.workers.arrive(4, WorkerHello(rid=1, name="w4", pid=4321))
     bench.workers.arrive(5, WorkerHello(rid=1, name="w4", pid=4322))  # refused: the name is taken
     bench.turn()
-    assert [type(message) for message in bench.workers.take(4)] == [WorkerWelcome]
+    [welcome] = bench.workers.take(4)
+    assert isinstance(welcome, WorkerWelcome)
+    limits = bench.machine.limits
+    assert welcome.drafts_max == limits.schedule.drafts_max
+    assert welcome.draft_rows_max == limits.draft_rows_max
     assert [type(message) for message in bench.workers.take(5)] == [Refused]
     assert [call for call in bench.processes.calls if call[0] == "watch"] == [("watch", 4, 4321, 104)]
     bench.processes.calls.clear()

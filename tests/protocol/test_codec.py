@@ -14,6 +14,7 @@ from kvforge.protocol import codec, messages
 from kvforge.protocol.codec import Decoder, InvalidMessage, encode
 from kvforge.protocol.errors import InvalidRequest, ProtocolError
 from kvforge.protocol.messages import (
+    ANY_ROWS,
     CLIENT_MESSAGES,
     CLIENT_REPLIES,
     WORKER_MESSAGES,
@@ -113,9 +114,9 @@ def test_an_older_worker_and_an_older_coordinator_have_no_drafts() -> None:
     assert isinstance(worker, WorkerReady)
     assert worker.drafts == 0
     welcome = WorkerWelcome(1, 1, "b", "/t", 16, 4, 8, 64, 4, drafts_max=4)
-    coordinator = Decoder(WORKER_REPLIES).decode(packed(welcome, drafts_max=...))
+    coordinator = Decoder(WORKER_REPLIES).decode(packed(welcome, drafts_max=..., draft_rows_max=...))
     assert isinstance(coordinator, WorkerWelcome)
-    assert coordinator.drafts_max == 0
+    assert (coordinator.drafts_max, coordinator.draft_rows_max) == (0, ANY_ROWS)
     start = RowStart(slot=1, request_id=2, sampling=SamplingParams(), seed=3, drafts=4)
     body = packed(Step(step_id=9, begins=(start,)))
     entry = msgpack.unpackb(body[0])["begins"][0]

@@ -351,4 +351,4 @@ def _noting(progress: Progress, compilation: CompilationMeter) -> Progress:
 def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:
     """Return the limits that a runner depends on."""
     sizes = (welcome.slots_max, welcome.step_tokens_max, welcome.step_rows_max, welcome.blocks_per_sequence_max)
-    return (*sizes, welcome.drafts_max)
+    return (*sizes, welcome.drafts_max, welcome.draft_rows_max)

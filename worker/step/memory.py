@@ -347,4 +347,5 @@ def make_runner(
             graph_rows_max=graph_rows_max,
             trials=trials,
             drafts_max=welcome.drafts_max,
+            draft_rows_max=welcome.draft_rows_max,
         )

@@ -33,14 +33,14 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
-from kvforge.protocol.messages import Int32Array, RowStart, Step
+from kvforge.protocol.messages import ANY_ROWS, Int32Array, RowStart, Step
 from kvforge.text.grammar_helper import TrialLimits
 from kvforge.worker.attention import PagedBatch
 from kvforge.worker.attention.pool import KvPool, require_positive
 from kvforge.worker.attention.windows import WindowTables
 from kvforge.worker.device.device import as_worker_error
 from kvforge.worker.device.queue import AsyncCopy, DeviceEvent, Staging
-from kvforge.worker.drafts.drafter import NO_ENDS, Drafter, Proposals
+from kvforge.worker.drafts.drafter import NO_ENDS, NO_PROPOSALS, Drafter, Proposals
 from kvforge.worker.drafts.lookup import LookupDrafter
 from kvforge.worker.drafts.model import ModelDrafter
 from kvforge.worker.loading.model import LoadedModel
@@ -99,6 +99,7 @@ class ModelRunner:
         trials: Limits of grammars.
         drafts_max: The most drafted tokens of a row; 0: none. For a model with recurrent states, a step has at most
             `KvGeometry.draft_states` in all.
+        draft_rows_max: The most rows of a step, drafts included: steps of as many rows look nothing up.
 
     Attributes:
         host: Makes the copies from and to the host file; None without one.
@@ -121,6 +122,7 @@ class ModelRunner:
         graph_rows_max: int = 0,
         trials: TrialLimits | None = None,
         drafts_max: int = 0,
+        draft_rows_max: int = ANY_ROWS,
     ) -> None:
         limits = {"slots_max": slots_max, "step_tokens_max": step_tokens_max, "step_rows_max": step_rows_max}
         for field, value in limits.items():
@@ -151,6 +153,7 @@ class ModelRunner:
         if model.draft is not None and self.drafter is not None:
             self._draft_passes = DraftPasses(model.draft, pool, model.vocab_size, step_tokens_max)
             self.drafter = ModelDrafter(LookupDrafter(slots_max, context), self._draft_passes)
+        self._draft_rows_max = draft_rows_max
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # Slot state that the host needs without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -672,6 +675,8 @@ class ModelRunner:
         slots = [slot for slot in chosen if slot not in begun]
         for slot in slots:
             drafter.append(slot, chosen[slot])
+        if len(pending.slots) >= self._draft_rows_max and not pending.propose:
+            return NO_PROPOSALS  # there is no room for drafts
         ends = NO_ENDS
         if pending.propose and self._draft_passes is not None and not self._under_way:
             ends = row_ends(pending, chosen, self.pool.block_size)

@@ -49,9 +49,7 @@ class Drafts:
         self._cache, self._requests, self._rows = cache, requests, rows
         limits = cache.limits.schedule
         self._most, self._step_tokens_max = limits.drafts_max, limits.step_tokens_max
-        self._rows_max = min(
-            limits.draft_rows_max, limits.step_rows_max, limits.step_tokens_max, cache.limits.bounds.sequences_max
-        )
+        self._rows_max = cache.limits.draft_rows_max
 
     def check(self, group: Group, result: StepResult) -> None:
         """Check the proposals of a result.

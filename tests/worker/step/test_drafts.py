@@ -87,7 +87,9 @@ class Answer:
 class Drafting:
     """A runner over a pool full of NaN; each slot owns BLOCKS blocks, and the pages of a recurrent state."""
 
-    def __init__(self, model: LoadedModel, graphs: bool = False, drafts_max: int = DRAFTS_MAX) -> None:
+    def __init__(
+        self, model: LoadedModel, graphs: bool = False, drafts_max: int = DRAFTS_MAX, draft_rows_max: int = 1000
+    ) -> None:
         self.model = model
         pages, first = model.geometry.state_blocks, BLOCKS * SLOTS
         self.pool = KvPool(model.geometry, first + SLOTS * pages, model.device)
@@ -102,6 +104,7 @@ class Drafting:
             step_rows_max=SLOTS * (DRAFTS_MAX + 1),
             graph_rows_max=SLOTS * (DRAFTS_MAX + 1) if graphs else 0,
             drafts_max=drafts_max,
+            draft_rows_max=draft_rows_max,
         )
 
     def launch(self, rows: Sequence[Row], **fields: Any) -> PendingStep:
@@ -379,6 +382,21 @@ def test_a_worker_without_drafts_refuses_them_and_proposes_none(model: LoadedMod
     assert bench.begin([answer]).proposals.slots.size == 0
     (error,) = bench.run([bench.row(answer, [3])]).errors
     assert "1 drafted tokens are more than drafts_max = 0" in error.error.message
+    bench.close()
+
+
+def test_a_step_of_as_many_rows_as_drafts_may_be_in_looks_nothing_up(model: LoadedModel) -> None:
+    always = SamplingParams(temperature=0.0, logit_bias=((7, 100.0),))
+    bench, answers = Drafting(model, draft_rows_max=2), [Answer(slot, always, most=3) for slot in (0, 1)]
+    assert bench.begin(answers).proposals.slots.size == 0
+    for _ in range(4):
+        outcome = bench.run([bench.row(each, []) for each in answers], propose=0)
+        bench.take(answers, outcome)
+        assert outcome.proposals.slots.size == 0
+    outcome = bench.run([bench.row(answers[0], [])], propose=0)
+    bench.take(answers[:1], outcome)
+    assert answers[0].tokens == [7] * 6
+    assert (outcome.proposals.slots.tolist(), outcome.proposals.tokens.tolist()) == ([0], [7] * 3)
     bench.close()
 
 
