@@ -75,6 +75,7 @@ class Cluster:
             self._worker_extra += f'disk_bytes = {disk_bytes}\ndisk_dir = "{self.folder}"\n'
         self._device, self._dtype, self._ranks = device, dtype, ranks
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
+        self._killed: set[int] = set()  # process ids
         self._stack = ExitStack()
         self.model = model if model is not None else tiny_model(self.folder, family)
 
@@ -154,9 +155,12 @@ class Cluster:
         return client
 
     def wait_workers(self, client: Client, count: int) -> None:
-        """Waits until `count` workers are ready."""
+        """Waits until `count` workers are ready, and until the coordinator has noticed which ones were killed."""
         deadline = monotonic() + READY_S
-        while sum(worker.state == "ready" for worker in client.health().workers) != count:
+        while True:
+            ready = [worker.pid for worker in client.health().workers if worker.state == "ready"]
+            if len(ready) == count and self._killed.isdisjoint(ready):
+                return
             assert monotonic() < deadline, f"{count} workers were not ready within {READY_S} s"
             select.select([], [], [], 0.05)
 
@@ -204,6 +208,7 @@ class Cluster:
         """Kill a member with SIGKILL and wait for its end."""
         self._processes[name].kill()
         self._processes[name].wait(END_S)
+        self._killed.add(self._processes[name].pid)
 
     def end(self, name: str) -> int:
         """Wait for a member to exit by itself; return its exit status."""
