@@ -54,7 +54,8 @@ class Installation:
         worker_command: Sequence[str] = ("kvforge.worker",),
     ) -> None:
         """context_tokens: the longest sequence; blocks: size of the pool; schedule, limits: settings of those sections.
-        more: other sections of the coordinator's, for an installation in a folder.
+        Without a setting there are no drafts. more: other sections of the coordinator's, for an installation in a
+        folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
         ranks: processes of a worker, each on a device of its own where there are GPUs. groups: workers of so many
@@ -72,7 +73,8 @@ class Installation:
         tables: dict[str, Mapping[str, Any]] = {
             "limits": sizes | dict(limits or {}),
             "cache": {"block_size": BLOCK_SIZE},
-            "schedule": schedule,
+            # Answers of dummy weights repeat themselves, and drafts of them would hide what a step takes.
+            "schedule": {"drafts_max": 0} | schedule,
         }
         tables |= more(self.folder) if more is not None else {}
         runtime = str(self.runtime)

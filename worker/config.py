@@ -53,7 +53,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         state_dtype: Dtype in which recurrent states that layers compute in float32 are kept: float32, bfloat16 or
             float16. 16 bits take half of the memory, and round each token's state.
         draft_states: Most drafted tokens of a step for a model with recurrent states, which keeps a state for each of
-            them (see docs/drafts.md). 0: as many as an eighth of the KV pool's memory holds, at most 32.
+            them (see docs/drafts.md). 0: as many as a thirty-second of the KV pool's memory holds, at most 32.
         kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
             unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.
         blocks: Size of the KV pool in blocks.

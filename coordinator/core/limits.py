@@ -175,7 +175,7 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     disk_wait_s: Seconds = 2.0
     decode_gap_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 200.0
     crashes_max: Count = 5
-    drafts_max: Annotated[int, Range(0, DRAFTS_MOST)] = 0
+    drafts_max: Annotated[int, Range(0, DRAFTS_MOST)] = 16
     drafts_shared: bool = True
     draft_rows_max: Count = 64
 

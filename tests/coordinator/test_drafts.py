@@ -486,6 +486,22 @@ def test_a_worker_that_drafts_more_than_is_verified_is_refused(drafts: int) -> N
     assert f"drafts must be 0 to schedule.drafts_max = 2, not {drafts}" in worker.dropped
 
 
+@pytest.mark.parametrize("field", ["draft_rows_max", "step_rows_max", "step_tokens_max", "sequences_max"])
+def test_drafts_have_room_in_the_smallest_of_four_limits(field: str) -> None:
+    sizes = {"draft_rows_max": 50, "step_rows_max": 50, "step_tokens_max": 50, "sequences_max": 50}
+    assert Driver(**sizes | {field: 7}).machine.limits.draft_rows_max == 7
+
+
+def test_requests_are_drafted_by_default() -> None:
+    driver = Driver()
+    driver.worker_type = Drafter
+    worker = driver.add_worker(32)
+    request = driver.submit(PROMPT, 40)
+    driver.run_until_idle()
+    assert [group.drafts for group in driver.machine.cache.groups.values()] == [16]
+    assert sum(drafted(worker)) == state_of(driver, request).drafted_tokens > 0
+
+
 def test_a_row_begins_with_the_ends_of_its_prompt_and_answer() -> None:
     driver, worker = drafting()
     request = driver.submit(PROMPT, 4)

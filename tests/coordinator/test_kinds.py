@@ -13,7 +13,7 @@ ANSWER = continuation(PROMPT, 8)
 
 
 def pool(kinds: bool = True) -> tuple[Driver, FakeWorker]:
-    driver = Driver()
+    driver = Driver(drafts_max=0)
     driver.wants_kinds = kinds
     return driver, driver.add_worker(32)
 

@@ -1,5 +1,5 @@
 """The cluster of `tools.cluster.drafting_cluster`, for the tests of this folder."""
 
-from tools.cluster.drafting_cluster import DraftingCluster
+from tools.cluster.drafting_cluster import NO_DRAFTS, DraftingCluster
 
-__all__ = ["DraftingCluster"]
+__all__ = ["NO_DRAFTS", "DraftingCluster"]

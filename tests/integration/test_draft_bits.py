@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.draft_bits import DRAFTS_MAX, Answer, Asked, Served, differences, draw, serve, write_answers
 from tools.cluster.cluster import Cluster
+from tools.cluster.drafting_cluster import NO_DRAFTS
 from tools.cluster.fork_server import WORKER, fork_server
 
 TOKENS, ROWS, CHANCE = 600, 6, "0.7"
@@ -57,7 +58,7 @@ def asked() -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def want(asked: list[Asked]) -> dict[int, Answer]:
-    with Cluster() as cluster:
+    with Cluster(coordinator=NO_DRAFTS) as cluster:
         found = served(cluster, asked, "without")
     assert (found.drafted, found.tokens >= TOKENS) == (0, True)
     return found.answers

@@ -31,7 +31,7 @@ from .drafting_checks import (
     check_preemption_and_death,
     submitted,
 )
-from .drafting_cluster import DraftingCluster
+from .drafting_cluster import NO_DRAFTS, DraftingCluster
 from .shared import wait_empty
 
 LAYERS = 4
@@ -87,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def want(models: tuple[Path, Path]) -> list[Finished]:
     """The answers of a service without a draft model."""
-    with Cluster(model=models[0]) as cluster:
+    with Cluster(model=models[0], coordinator=NO_DRAFTS) as cluster:
         return answers_without(cluster.start("w0"))
 
 

@@ -13,7 +13,7 @@ from kvforge.client.results import Finished
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
-from .drafting_cluster import DraftingCluster
+from .drafting_cluster import NO_DRAFTS, DraftingCluster
 from .midway import stopped_midway
 from .shared import wait_empty
 
@@ -56,7 +56,7 @@ def steps(kv: Client) -> int:
 @pytest.fixture(scope="module")
 def want() -> list[Finished]:
     """The answers of a service without drafts."""
-    with Cluster() as cluster:
+    with Cluster(coordinator=NO_DRAFTS) as cluster:
         kv = cluster.start("w0")
         found = together(kv, NUMBERS)
         assert steps(kv) >= TOKENS
@@ -118,7 +118,7 @@ def test_a_worker_killed_among_drafts_changes_no_bit(want: list[Finished]) -> No
 def test_a_model_with_recurrent_states_gives_the_bits_without_drafts(name: str, tmp_path: Path) -> None:
     model_type, fields = HYBRIDS[name]
     model = save(tmp_path / "model", model_type, {**fields, "max_position_embeddings": 256})
-    with Cluster(model=model) as cluster:
+    with Cluster(model=model, coordinator=NO_DRAFTS) as cluster:
         kv = cluster.start("w0")
         want = together(kv, NUMBERS)
     with DraftingCluster(coordinator=DRAFTS, model=model, worker="draft_states = 12\n") as cluster:

@@ -37,7 +37,7 @@ from .drafting_checks import (
     repeats,
     results,
 )
-from .drafting_cluster import DraftingCluster
+from .drafting_cluster import NO_DRAFTS, DraftingCluster
 from .shared import wait_empty
 from .test_disk_tier import all_again, disk_of, started
 from .test_host_kinds import wait_saved
@@ -68,7 +68,7 @@ def other(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def want(folders: tuple[Path, Path]) -> list[Finished]:
     """The answers of a service without heads."""
-    with Cluster(model=folders[0]) as cluster:
+    with Cluster(model=folders[0], coordinator=NO_DRAFTS) as cluster:
         return answers_without(cluster.start("w0"))
 
 
@@ -119,7 +119,7 @@ def test_the_disk_tier_keeps_what_a_head_stores_and_another_head_is_a_miss(
 def test_a_head_drafts_for_a_model_with_recurrent_states(tmp_path: Path) -> None:
     """It reads what layers with such a state add to; the drafts of a killed worker's successor are right too."""
     model, head = write_right_eagle(tmp_path, RIGHT_RECURRENT_SEED, recurrent=True)
-    with Cluster(model=model) as cluster:
+    with Cluster(model=model, coordinator=NO_DRAFTS) as cluster:
         kv = cluster.start("w0")
         want = answers_without(kv)
     worker = f'draft_model = "{head}"\ndraft_states = 16\n'
@@ -165,7 +165,7 @@ def test_a_head_that_is_mostly_wrong_changes_nothing(tmp_path: Path) -> None:
         requests = [kv.submit(prompt, max_tokens=40, sampling=greedy) for prompt in prompts]
         return [bits(found) for found in results(requests)]
 
-    with Cluster(model=tmp_path / "model") as cluster:
+    with Cluster(model=tmp_path / "model", coordinator=NO_DRAFTS) as cluster:
         want = answers(cluster.start("w0"))
     worker = f'draft_model = "{head}"\n'
     with DraftingCluster(model=tmp_path / "model", coordinator=COORDINATOR, worker=worker) as cluster:

@@ -29,7 +29,7 @@ from .drafting_checks import (
     counts,
     results,
 )
-from .drafting_cluster import DraftingCluster
+from .drafting_cluster import NO_DRAFTS, DraftingCluster
 from .shared import wait_empty
 
 MTP = 'draft_model = "mtp"\n'
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def want(model: Path) -> list[Finished]:
     """The answers of a service without heads."""
-    with Cluster(model=model) as cluster:
+    with Cluster(model=model, coordinator=NO_DRAFTS) as cluster:
         return answers_without(cluster.start("w0"))
 
 
@@ -96,7 +96,7 @@ def test_a_module_drafts_over_recurrent_states(family: str, tmp_path: Path) -> N
         requests = [kv.submit(prompt, max_tokens=40, sampling=greedy) for prompt in prompts]
         return [bits(found) for found in results(requests)]
 
-    with Cluster(model=model) as cluster:
+    with Cluster(model=model, coordinator=NO_DRAFTS) as cluster:
         want = answers(cluster.start("w0"))
     worker = f"{MTP}draft_states = 16\n"
     with DraftingCluster(model=model, coordinator=COORDINATOR, worker=worker) as cluster:

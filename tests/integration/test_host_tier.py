@@ -9,6 +9,7 @@ import pytest
 from kvforge import Client, Finished, SamplingParams
 from tools.cluster.cluster import Cluster
 
+from .drafting_cluster import NO_DRAFTS
 from .shared import wait_empty
 
 BLOCKS, SIZE, TOKENS = 12, 16, 4
@@ -114,7 +115,8 @@ def _damage_head(path: Path) -> None:
 # Without, as in test_cluster.py, they are computed again.
 @pytest.mark.parametrize("writeback", [pytest.param(0, marks=pytest.mark.soak), 8])
 def test_running_sequences_go_on_from_the_host_if_they_are_written_back(writeback: int) -> None:
-    with Cluster(blocks=64, coordinator=f"[cache]\nhost_writeback_blocks = {writeback}\n") as cluster:
+    settled = f"{NO_DRAFTS}[cache]\nhost_writeback_blocks = {writeback}\n"  # with drafts, they would end too soon
+    with Cluster(blocks=64, coordinator=settled) as cluster:
         cluster.start_coordinator()
         cluster.start_worker("w0", settings(cluster))
         kv = cluster.client()

@@ -12,7 +12,7 @@ from tests import fresh
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, save
 from tools.cluster.cluster import Cluster
 
-from .drafting_cluster import DraftingCluster
+from .drafting_cluster import NO_DRAFTS, DraftingCluster
 from .shared import wait_empty
 from .undisturbed import say, tokens_of
 
@@ -74,7 +74,7 @@ def _check(name: str, pages: int, tmp_path: Path, ranks: int = 1, graphs: str = 
     want = tokens_of(say(model, prompts, TOKENS))
     at_begin = REQUESTS * (6 + pages)  # with a block of room; an answer ends with 8 blocks of KV
     worker, kind = f'graphs = "{graphs}"\ndraft_states = 16\n', DraftingCluster if drafts else Cluster
-    schedule = "[schedule]\ndrafts_max = 4\n" if drafts else ""
+    schedule = "[schedule]\ndrafts_max = 4\n" if drafts else NO_DRAFTS
     with kind(model=folder, blocks=at_begin + 2, ranks=ranks, worker=worker, coordinator=schedule) as cluster:
         kv = cluster.start(*names)
         cached, bits = [], []

@@ -59,6 +59,7 @@ lease_s = {LEASE_S}
 finished_max = 2048
 answers_kept_max = 128
 [schedule]
+drafts_max = 0
 step_timeout_s = 8
 # Prompts take several steps. Few distinct row counts occur, because a CPU compiles its products for each one.
 step_tokens_max = 64
@@ -126,7 +127,7 @@ class Driver:
     def run(self) -> dict[str, Any]:
         """Run to the end and return the report, with all violations in its `faults`."""
         sizes: dict[str, Any] = {"blocks": BLOCKS, "ranks": self._ranks, **self._computing}
-        config = CONFIG.replace("[schedule]\n", f"[schedule]\ndrafts_max = {self._drafts}\n")
+        config = CONFIG.replace("drafts_max = 0\n", f"drafts_max = {self._drafts}\n")
         if self._host_bytes:
             config = config.replace("[cache]\n", f"[cache]\nhost_writeback_blocks = {WRITEBACK_BLOCKS}\n")
         others = bool(self._drafts or self._host_bytes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .cluster import Cluster
 
+NO_DRAFTS = "[schedule]\ndrafts_max = 0\n"  # of a coordinator
+
 
 class DraftingCluster(Cluster):
     """A cluster with workers that draft with each result; see `drafting_worker`."""

@@ -31,7 +31,7 @@ from .runner import ModelRunner
 MIB = 1 << 20
 # Without a setting, states behind drafted tokens take at most one part in so many of the pool's memory, and there are
 # at most this many: four requests with eight drafts, or sixteen with two.
-DRAFT_STATES_PART, DRAFT_STATES_MAX = 8, 32
+DRAFT_STATES_PART, DRAFT_STATES_MAX = 32, 32
 Size = TypeVar("Size")
 log = logging.getLogger("worker")
 

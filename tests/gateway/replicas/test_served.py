@@ -22,6 +22,7 @@ from kvforge.routing import seed_of
 from tests.gateway.served import NO_CERTIFICATES, Gateway
 from tools.chaos import tokenizer
 from tools.cluster.cluster import Cluster
+from tools.cluster.drafting_cluster import NO_DRAFTS
 
 NAMES = ("a", "b", "c")
 DEADLINE_S = 60.0
@@ -36,7 +37,8 @@ class Replicas:
 
     def __init__(self, stack: ExitStack, folder: Path, failover_s: float = 1.0) -> None:
         self.failover_s = failover_s
-        self.clusters = {name: stack.enter_context(Cluster(blocks=512)) for name in NAMES}
+        # With drafts, an answer that was given before would be over before a disturbance comes.
+        self.clusters = {name: stack.enter_context(Cluster(blocks=512, coordinator=NO_DRAFTS)) for name in NAMES}
         self.clients: dict[str, Client] = {}
         for cluster in self.clusters.values():
             tokenizer.write(cluster.model)

@@ -287,7 +287,7 @@ def test_the_largest_step_is_tried_with_a_draft_model(model: LoadedModel, monkey
 
 @NEEDS_CACHE
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
-def test_states_of_drafts_take_an_eighth_of_the_pool_or_as_many_as_are_set(
+def test_states_of_drafts_take_a_32nd_of_the_pool_or_as_many_as_are_set(
     tiny: Callable[..., LoadedModel], model: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     model_type, fields = HYBRIDS["granite"]
@@ -298,9 +298,9 @@ def test_states_of_drafts_take_an_eighth_of_the_pool_or_as_many_as_are_set(
         limits = welcome(block_size=16, slots_max=rows, step_rows_max=rows, drafts_max=drafts_max)
         return memory.with_draft_states(hybrid, config(**settings), limits).geometry.draft_states
 
-    assert count(blocks=8 * each * 5) == 5
-    assert count(blocks=8 * each * 5, draft_states=7) == 7
-    assert count(kv_bytes=8 * each * 3 * hybrid.geometry.bytes_per_block) == 3
+    assert count(blocks=32 * each * 5) == 5
+    assert count(blocks=32 * each * 5, draft_states=7) == 7
+    assert count(kv_bytes=32 * each * 3 * hybrid.geometry.bytes_per_block) == 3
     assert count(blocks=10_000) == 32, "no more without a setting"
     assert count(blocks=10_000, rows=8) == 7, "one row is no draft"
     assert count(drafts_max=0, blocks=10_000) == 0
