@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
 import numpy as np
+
+from kvforge.protocol.messages import WorkerWelcome
 
 from .step_plan import BLOCK_SIZE, WARM_STEPS, Plan, Save
 
@@ -82,8 +83,7 @@ def open_runner(
             tensor.normal_()  # equal numbers would use less power, and a GPU at its power limit would run faster
         else:
             tensor.view(torch.int8).random_(-100, 100)
-    limits = _Limits(rows, plan.step_tokens, rows, width, drafts)
-    runner = make_runner(model, pool, limits, rows)  # type: ignore[arg-type]  # the fields of a welcome that it reads
+    runner = make_runner(model, pool, welcome(rows, plan.step_tokens, width, drafts), rows)
     started = monotonic()
     if runner.graphs is not None:
         for batch in plan.batches:
@@ -102,13 +102,20 @@ def _rates(device: Any) -> dict[str, float]:
     return {"read_bytes_per_s": roof.read_bytes, "flops": roof.flops}
 
 
-@dataclass(frozen=True)
-class _Limits:
-    slots_max: int
-    step_tokens_max: int
-    step_rows_max: int
-    blocks_per_sequence_max: int
-    drafts_max: int = 0
+def welcome(rows: int, step_tokens: int, width: int, drafts: int = 0) -> WorkerWelcome:
+    """Return the limits of a coordinator with steps of so many rows and tokens, and sequences of `width` blocks."""
+    return WorkerWelcome(
+        rid=0,
+        version=0,
+        boot="",
+        tables_path="",
+        block_size=BLOCK_SIZE,
+        slots_max=rows,
+        blocks_per_sequence_max=width,
+        step_tokens_max=step_tokens,
+        step_rows_max=rows,
+        drafts_max=drafts,
+    )
 
 
 def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], Any]]:

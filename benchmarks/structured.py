@@ -195,7 +195,7 @@ def model_folder(model: str, tokenizer: str) -> Iterator[Path]:
 
 def by_runner(model: str, tokenizer: str, rows: int, steps: int, context: int) -> dict[str, Any]:
     """Tokens a second of the worker's runner, steps launched ahead, with a grammar in every row and in none."""
-    from benchmarks.step_runner import _Limits
+    from benchmarks.step_runner import welcome
     from kvforge.worker.attention.pool import KvPool
     from kvforge.worker.device.device import open_device
     from kvforge.worker.loading.load import load_model
@@ -206,7 +206,7 @@ def by_runner(model: str, tokenizer: str, rows: int, steps: int, context: int) -
         loaded = load_model(folder, load_format="dummy", dtype="auto", device=device, block_size=16)
         width = -(-(context + steps + WARM_STEPS + 2) // 16)
         pool = KvPool(loaded.geometry, rows * width, device)
-        runner = make_runner(loaded, pool, _Limits(rows, rows, rows, width), rows)  # type: ignore[arg-type]
+        runner = make_runner(loaded, pool, welcome(rows, rows, width), rows)
         if runner.graphs is not None:
             runner.graphs.capture_one(runner.graphs.size_for(rows))
         problem = runner.shaping.grammars.prepare()

@@ -44,7 +44,7 @@ class LookupDrafter:
     @property
     def costs(self) -> DrafterCosts:
         """What it costs."""
-        note = "no model: about 6 us of the host for each generated token, and 0.3 us for each token of a prompt"
+        note = "no model: 4 to 8 us of the host for each generated token, and 0.2 us for each token of a prompt"
         return DrafterCosts(self._slots_max * self.tokens_max * TOKEN_BYTES + RECENT_BYTES_MAX, note=note)
 
     @property
