@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -16,8 +17,8 @@ FIRST_TOKENS = 256
 TOKEN_BYTES = 4 * (2 + 2 * len(LENGTHS))
 ONE_BY_ONE = 4  # to index a token by itself costs as much as this many that are indexed together
 TOGETHER_MIN = 40  # fewer tokens are indexed one by one
-WALK_MAX = 32  # entries of one bucket that are compared: a prompt may be written so that its runs share a bucket
-MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in Fibonacci hashing
+WALK_MAX = 32  # entries of one bucket that are compared
+MIX = secrets.randbits(64) | 1  # as in multiplicative hashing, and drawn anew: no prompt can fill one bucket by design
 WORD = (1 << 64) - 1
 NONE = -1
 EMPTY = np.full(1, NONE, np.int32).data

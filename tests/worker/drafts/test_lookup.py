@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from random import Random
 
 import numpy as np
@@ -16,6 +18,23 @@ from kvforge.worker.drafts.lookup import HISTORY_MIN, HOST_BYTES_MAX, LookupDraf
 from kvforge.worker.drafts.recent import RECENT_BYTES_MAX, SEARCHED_MAX
 
 MOST = 6
+DRAWN = histories.MIX
+
+
+@pytest.fixture(autouse=True)
+def same_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put runs into the same buckets in each process: where many share one, a lookup may miss an occurrence."""
+    monkeypatch.setattr(histories, "MIX", 0x9E3779B97F4A7C15)
+
+
+def test_a_process_draws_its_own_odd_multiplier() -> None:
+    other = subprocess.run(
+        [sys.executable, "-c", "from kvforge.worker.drafts.history import MIX; print(MIX)"],
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert (DRAWN % 2, int(other.stdout) % 2) == (1, 1)
+    assert int(other.stdout) != DRAWN
 
 
 def i4(tokens: list[int]) -> Int32Array:
