@@ -27,6 +27,7 @@ from tools.cluster.drafting_cluster import NO_DRAFTS
 NAMES = ("a", "b", "c")
 DEADLINE_S = 60.0
 LONG = 150
+TRIES = 5
 
 
 _UNDISTURBED: dict[str, list[int]] = {}
@@ -294,7 +295,6 @@ def test_a_gateway_that_was_killed_finds_the_request_again(patient: Replicas) ->
 
 
 def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
-    asked = [(body(prompt_of(at), seed=at, max_tokens=LONG), {}) for at in range(6)]
     here: list[int] = []
     gone = served.clients["a"]
     earlier = gone.stats().requests
@@ -303,8 +303,17 @@ def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
         here.append(gone.stats().requests.running)
         served.use("c", "b")
 
-    answers = asyncio.run(under_load(served, asked, misfortune, 100))
-    assert here[0] > 0 and len({len(answer) for answer in answers}) == 1
+    for attempt in range(TRIES):  # this process may have to wait for a core until all answers have ended there
+        served.use(*NAMES)
+        served.wait(lambda: all(served.ready(name) for name in NAMES))
+        # Prompts that no test has asked before: one that is held goes where it is, and an earlier test ended "a".
+        numbers = range(40 + 6 * attempt, 46 + 6 * attempt)
+        asked = [(body(prompt_of(number), seed=number, max_tokens=LONG), {}) for number in numbers]
+        answers = asyncio.run(under_load(served, asked, misfortune, 50))
+        assert [len(answer) for answer in answers] == [LONG] * 6
+        if here[-1] > 0:
+            break
+    assert here[-1] > 0
     stats = gone.stats().requests
     lost = (stats.cancelled_total - earlier.cancelled_total, stats.failed_total - earlier.failed_total)
     assert lost == (0, 0), "running requests must finish"
