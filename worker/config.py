@@ -49,7 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         dtype: Dtype of weights and activations: auto (the model's own), float32, float16 or bfloat16.
         weight_dtype: Precision of the multiplied weights: `dtype`, fp8 (on a GPU), int8, int4, or auto (on a CPU: as
             stored in a quantised file).
-        kv_dtype: Dtype of the KV cache: auto (same as `dtype`), int8 or fp8.
+        kv_dtype: Dtype of the KV cache: auto (same as `dtype`), float32, float16, bfloat16, int8 or fp8.
         state_dtype: Dtype in which recurrent states that layers compute in float32 are kept: float32, bfloat16 or
             float16. 16 bits take half of the memory, and round each token's state.
         draft_states: Most drafted tokens of a step for a model with recurrent states, which keeps a state for each of

@@ -56,7 +56,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight-dtype",
         choices=choices.WEIGHT_DTYPES,
-        help="type of the multiplied weights; fp8: on a GPU; auto: on a CPU, that of the GGUF file [dtype]",
+        help="type of the multiplied weights; fp8: on a GPU; auto: on a CPU, as stored in a quantised file [dtype]",
     )
     parser.add_argument("--load-format", choices=choices.LOAD_FORMATS, help="dummy: random weights [auto]")
     parser.add_argument(
@@ -64,7 +64,11 @@ def _model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--attention", choices=("auto", "triton", "reference"), help="attention kernels [auto]")
     parser.add_argument("--kernels", choices=("auto", "reference"), help="reference: plain torch throughout [auto]")
-    parser.add_argument("--graphs", choices=("auto", "on", "off"), help="run decode steps from captured graphs [auto]")
+    parser.add_argument(
+        "--graphs",
+        choices=("auto", "on", "off"),
+        help="run steps of decodes and few prompt tokens from captured graphs [auto]",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,27 @@ def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, field: str)
     with pytest.raises(InvalidConfiguration) as raised:
         settings(tmp_path, text)
     assert raised.value.field.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("weight_dtype", "as stored in a quantised file"), ("graphs", "few prompt tokens")]
+)
+def test_the_help_says_what_the_worker_does(name: str, words: str) -> None:
+    """The help of an option has the words with which the worker's setting is described."""
+    helped = {action.dest: action.help for action in up_actions()}
+    assert words in described(name)
+    assert words in str(helped[name])
+
+
+@pytest.mark.parametrize("name", ["device", "dtype", "weight_dtype", "kv_dtype", "state_dtype", "load_format"])
+def test_a_setting_of_the_worker_is_described_with_every_choice(name: str) -> None:
+    missing = [choice for choice in getattr(choices, f"{name}s".upper()) if choice not in described(name)]
+    assert not missing
+
+
+def described(name: str) -> str:
+    """Return the description of a setting of the worker."""
+    from kvforge.worker.config import WorkerConfig
+
+    (found,) = re.findall(rf"\n {{8}}{name}: (.*?)(?=\n {{8}}\w+: |\n\s*$)", str(WorkerConfig.__doc__), re.DOTALL)
+    return " ".join(found.split())
