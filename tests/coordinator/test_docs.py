@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from kvforge.coordinator.core.machine import Machine
+from tests.coordinator.journal.test_recovery import boot
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("step.md", "glossary.md")
@@ -29,6 +33,39 @@ def test_a_decode_step_names_what_is_in_the_linked_file() -> None:
         source = (ROOT / file).read_text()
         known = Path(file).stem == last or re.search(rf"^\s*(def|class) {last}\b", source, re.MULTILINE)
         assert known, f"{name} is not in {file}"
+
+
+def test_a_decode_step_names_members_that_exist() -> None:
+    """Where the page names `Class.member`, a class of this name has it."""
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for source in (file for part in ("coordinator", "worker", "protocol") for file in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(node)
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)`", (ROOT / "docs" / "step.md").read_text()))
+    assert len(named) > 30
+    missing = [f"{name}.{last}" for name, last in named if not any(last in members(n) for n in classes.get(name, []))]
+    assert not missing
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """Return the names of a class's methods and attributes."""
+    methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+    fields = {
+        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    assigned = {
+        each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+    }
+    return methods | fields | assigned
+
+
+def test_the_deadlines_of_the_page_are_those_of_the_machine() -> None:
+    """The table names every part that waits for time, as `pass_time`, and the scheduler, which acts by `fill`."""
+    text = (ROOT / "docs" / "step.md").read_text().split("\n## Deadlines")[1]
+    parts = [part.__self__.__class__.__name__ for part in Machine(boot(), 0)._timed]  # type: ignore[attr-defined]
+    named = set(re.findall(r"\[`(\w+)\.(?:pass_time|fill)`\]", text))
+    assert named == set(parts)
 
 
 def test_the_glossary_of_the_coordinator_names_files_that_exist() -> None:
