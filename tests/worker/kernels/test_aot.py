@@ -49,6 +49,7 @@ from tools.aot.configurations import configurations_of
 from tools.aot.results import VERSION, _code, code_of, every, fingerprint, kept, module_code
 from tools.aot.specialise import recorded
 
+ROOT = Path(__file__).parents[3]
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
 ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("kvforge.worker.attention.")]
 KIB = 1024
@@ -170,6 +171,39 @@ def _local_bytes_max(compiled: Compiled) -> int:
     if "head 256" not in label and "head 192" not in label:
         return LOCAL_BYTES_MAX[name]
     return (LOCAL_BYTES_MAX_LARGE_DECODE if label.startswith("decode") else LOCAL_BYTES_MAX_LARGE)[name]
+
+
+def _row_of(label: str) -> str:
+    """Return the row of the table in docs/hardware.md that counts a kernel."""
+    if label.startswith(("latent decode", "latent prefill")):
+        return "attention over latents" + (" in 8 bits" if " over " in label else "")
+    if label.startswith(("gated delta of prompts", "state space of prompts")):
+        return "recurrent layers, prompts"
+    if label.startswith(("decode", "prefill", "write")):
+        is_large = any(each in label for each in ("fp32", "head 256", "head 192"))
+        return "attention in float32 or with heads above 128" if is_large else "other attention"
+    return "everything else"
+
+
+def test_the_page_has_the_numbers_of_amds_kernels() -> None:
+    """docs/hardware.md: the configurations of each target, and the local memory that a thread needs."""
+    text = (ROOT / "docs" / "hardware.md").read_text()
+    table = {
+        cells[0].strip(): [cell.strip() for cell in cells[1:]]
+        for cells in (line.strip("|").split("|") for line in text.splitlines() if line.startswith("| "))
+    }
+    kept_of = {name: list(kept(TARGETS[name]).values()) for name in COMPILED if TARGETS[name].backend == "hip"}
+    (nine,) = {len(results) for name, results in kept_of.items() if name.startswith("gfx9")}
+    (others,) = {len(results) for name, results in kept_of.items() if not name.startswith("gfx9")}
+    assert f"({nine:,} on gfx9 and {others:,} on the others" in text
+    columns = table["local memory, bytes a thread"]
+    assert sorted(", ".join(columns).split(", ")) == sorted(kept_of)
+    for column, names in enumerate(columns):
+        results = [each for name in names.split(", ") for each in kept_of[name]]
+        most = Counter[str]()
+        for each in results:
+            most[_row_of(each.label)] = max(most[_row_of(each.label)], each.local_bytes)
+        assert {row: int(table[row][column]) for row in most} == dict(most)
 
 
 def test_a_result_is_kept_for_what_it_was_compiled_from_alone() -> None:
