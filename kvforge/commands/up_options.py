@@ -92,7 +92,7 @@ def _memory(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         type=int,
         metavar="N",
-        help="longest sequence [the model's limit]",
+        help="longest sequence [the model's limit, at most 512 blocks]",
     )
     parser.add_argument(
         "--sequences-max", "--max-num-seqs", type=int, metavar="N", help="requests that may run at once [256]"

@@ -20,6 +20,7 @@ DRAIN_S = 30.0
 STOP_S = 10.0
 WORKER_WATCHDOG_S = 120.0  # as in deploy/
 STEP_TIMEOUTS = 2  # a worker feeds its watchdog between steps
+BLOCK_SIZE, BLOCKS_PER_SEQUENCE_MAX = 16, 512  # the coordinator's defaults
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,22 @@ class Settings:
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        sections = {"limits": self.limits, "cache": self.cache, "schedule": self.schedule, "journal": self.journal}
+        sections = {"limits": self._limits(), "cache": self.cache, "schedule": self.schedule, "journal": self.journal}
         others = {"quotas": self.quotas, "tcp": self.tcp, "access": self.access, "kv_events": self.kv_events}
         return toml(top, {**sections, **others})
+
+    def _limits(self) -> Mapping[str, Value]:
+        """Return [limits], with room for the longest sequence of the workers, unless the file names its blocks.
+
+        Wrong values are left to the children, which name them.
+        """
+        tokens, size = self.worker.get("context_tokens_max", 0), self.cache.get("block_size", BLOCK_SIZE)
+        if not isinstance(tokens, int) or not isinstance(size, int) or size < 1:
+            return self.limits
+        blocks = -(-tokens // size)
+        if blocks <= BLOCKS_PER_SEQUENCE_MAX:
+            return self.limits
+        return {"blocks_per_sequence_max": blocks, **self.limits}
 
     @property
     def processes(self) -> int:

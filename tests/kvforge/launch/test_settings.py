@@ -49,6 +49,28 @@ def test_the_children_accept_what_is_written_for_them() -> None:
     assert (worker.blocks, worker.load_format, str(worker.runtime_path)) == (64, "dummy", "/run/x")
 
 
+@pytest.mark.parametrize(
+    ("worker", "cache", "limits", "tokens"),
+    [
+        ({}, {}, {}, 8192),
+        ({"context_tokens_max": 100}, {}, {}, 8192),
+        ({"context_tokens_max": 32768}, {}, {}, 32768),
+        ({"context_tokens_max": 32769}, {}, {}, 32784),
+        ({"context_tokens_max": 8192}, {"block_size": 4}, {}, 8192),
+        ({"context_tokens_max": 32768}, {"block_size": 64}, {}, 32768),
+        ({"context_tokens_max": 32768}, {}, {"blocks_per_sequence_max": 10}, 160),
+    ],
+)
+def test_the_coordinator_holds_the_context_that_is_named(
+    worker: dict[str, int], cache: dict[str, int], limits: dict[str, int], tokens: int
+) -> None:
+    from kvforge.coordinator.config import CoordinatorConfig
+
+    settings = Settings(model=Path("m"), runtime_dir=Path("/run/x"), worker=worker, cache=cache, limits=limits)
+    coordinator = convert(tomllib.loads(settings.coordinator_file()), CoordinatorConfig)
+    assert coordinator.cache.block_size * coordinator.limits.blocks_per_sequence_max == tokens
+
+
 def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> None:
     def threads(workers: int = 1, threads: int | None = None) -> list[int]:
         settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), workers=workers, threads=threads)
