@@ -343,7 +343,7 @@ class AsyncClient:
     async def health(self, *, timeout_s: float | None = None) -> Health:
         """Return whether a request would be served now, the reason if not, and the state of the workers.
 
-        A worker's `device_bytes` is its device memory in bytes by purpose (weights, pool, graphs, other).
+        A worker's `device_bytes` is its device memory in bytes by purpose (weights, pool, draft_states, graphs, other).
         """
         return await self._calls.call(exchanges.health(), timeout_s)
 
@@ -437,7 +437,7 @@ class AsyncClient:
     async def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
     ) -> tuple[CachedSequence, ...]:
-        """Create `count` sequences with the same tokens. No KV is copied until one side writes.
+        """Create `count` sequences with the same tokens. No KV is copied until one side writes; a recurrent state is.
 
         This works while a request runs on the sequence.
 
@@ -452,7 +452,8 @@ class AsyncClient:
 
         Args:
             sequence: The sequence.
-            length: How many tokens stay, with their KV.
+            length: How many tokens stay, with their KV. A recurrent state, or a window, that is gone there is computed
+                again by the next request, from the last checkpoint or cached prefix on.
             timeout_s: The limit in seconds.
 
         Raises:
