@@ -1,7 +1,7 @@
 """The interface of a store of KV blocks below the host tier: put, get, drop, by slot and identity.
 
 `segments.Segments` is the one that exists, on a local disk. A store elsewhere (another host's memory, an object store)
-would stand in its place in the copying process (`copying`); docs/host-tier.md says what it needs. The coordinator owns
+would stand in its place in the copying process (`copying`); docs/disk-tier.md says what it needs. The coordinator owns
 the slots, so a store decides neither what it keeps nor what it gives up.
 """
 
