@@ -176,7 +176,7 @@ EXCEPTIONS = {
     "tests/worker/loading/test_expert_parallel.py::test_other_kinds_have_the_same_bits_in_company": "soak",
     # It imports transformers twice. test_after_an_error_transformers_is_imported_again is a torch test.
     "tests/worker/loading/test_lazy_compiler.py::test_a_version_that_needs_all_of_torch_gets_it": "soak",
-    # Two of its ten plans, and all plans with two ranks, are torch tests.
+    # Two of its plans, and all plans with two ranks, are torch tests.
     "tests/worker/loading/test_four_ranks.py::test_with_other_plans_too": "soak",
     "tests/worker/loading/test_hybrid_ranks.py::test_the_same_with_other_families": "soak",
     "tests/worker/step/test_company.py::test_company_changes_no_bit_of_any_described_family": "soak",
