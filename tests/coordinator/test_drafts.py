@@ -12,7 +12,7 @@ from kvforge.coordinator.core.limits import Quota
 from kvforge.coordinator.core.scheduling.drafts import Drafts, history_sizes
 from kvforge.coordinator.core.sizes import DRAFT_HISTORY_TOKENS
 from kvforge.protocol.layout import GAUGES
-from kvforge.protocol.messages import GENERATED, SamplingParams, StepResult
+from kvforge.protocol.messages import GENERATED, SamplingParams, StepResult, WipeTenant
 from tests.coordinator.driver import GREEDY, Driver, FakeWorker, choose, continuation, fingerprint, int32
 
 PROMPT = [10, 11, 12, 13, 20]
@@ -549,6 +549,26 @@ def test_what_was_drafted_and_accepted_is_counted_and_explained() -> None:
         found.drafted_tokens,
         found.accepted_tokens,
     )
+
+
+def test_a_wiped_tenant_is_not_drafted_from_what_it_had() -> None:
+    driver, worker = drafting(blocks=64)
+
+    def numbers() -> list[int]:
+        seen = len(worker.steps)
+        for tenant in ("one", "two"):
+            driver.submit(PROMPT, 4, tenant=tenant)
+        driver.run_until_idle()
+        begins = [start for step in worker.steps[seen:] for start in step.begins]
+        return [start.shared_drafts for start in sorted(begins, key=lambda start: start.request_id)]
+
+    before = numbers()
+    for _ in range(2):
+        driver.ask(WipeTenant(rid=driver.rid(), tenant="one"))
+        after = numbers()
+        assert numbers() == after
+        assert after[0] not in (0, before[0]) and after[1] == before[1]
+        before = after
 
 
 def test_rows_of_one_tenant_and_salt_have_one_number_to_share_drafts_by() -> None:

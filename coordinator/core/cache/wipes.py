@@ -21,7 +21,7 @@ class WipedTenant(msgspec.Struct):
 
     Attributes:
         number: Of its last wipe.
-        used: Entries may have its present tag.
+        used: Entries, or the numbers by which workers share drafts, may have its present tag.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Wipes:
         self.dead: dict[int, None] = {}
 
     def tag_of(self, owner: int) -> int:
-        """Return the tag for a new entry of a tenant: 62 bits, NO_TAG for index 0."""
+        """Return the tag for a new entry of a tenant, or for drafts from its requests: 62 bits, NO_TAG for index 0."""
         if not owner:
             return NO_TAG
         name = self._tenants.names[owner]
@@ -62,7 +62,7 @@ class Wipes:
         return {self.tag(name): index for index, name in enumerate(self._tenants.names) if index}
 
     def wipe(self, name: str) -> int:
-        """Give a tenant another tag, unless no entry has the present one. Return the present one."""
+        """Give a tenant another tag, unless nothing has the present one. Return the present one."""
         tag, wiped = self.tag(name), self.latest.get(name)
         if wiped is not None and not wiped.used:
             return tag

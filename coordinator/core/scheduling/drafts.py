@@ -180,6 +180,8 @@ class Drafts:
     def shared(self, slot: int) -> int:
         """Return the number of a row's tenant and salt: rows with the same one may be drafted from each other.
 
+        A wipe of the tenant gives it another one: no later row is drafted from those of before.
+
         Args:
             slot: The slot of the row.
 
@@ -188,9 +190,9 @@ class Drafts:
         """
         if not self._cache.limits.schedule.drafts_shared:
             return 0
-        s = self._cache.sequences
-        tenant = self._cache.tenants.names[int(s.tenant[slot])]
-        return self._cache.hasher.salt(tenant_salt(tenant, str(int(s.salt[slot]))))
+        s, owner = self._cache.sequences, int(self._cache.sequences.tenant[slot])
+        own = f"{int(s.salt[slot])}:{self._cache.wipes.tag_of(owner)}"
+        return self._cache.hasher.salt(tenant_salt(self._cache.tenants.names[owner], own))
 
     def _room(self, group: Group) -> int:
         """Return how many rows of a step are left for drafts if all rows of the group take part."""
