@@ -112,7 +112,7 @@ def check_drafts(config: WorkerConfig, welcome: WorkerWelcome) -> None:
         InvalidConfiguration: Names `draft_model`.
     """
     if config.draft_model and not welcome.drafts_max:
-        problem = f"{config.draft_model!r}, but the coordinator's schedule.drafts_max is 0: set it to 4 or so"
+        problem = f"{config.draft_model!r}, but the coordinator's schedule.drafts_max is 0: set it to 16, the default"
         raise InvalidConfiguration("draft_model", f"{problem}, or leave draft_model out")
 
 
