@@ -1,9 +1,9 @@
-"""CPU kernel of the gated delta rule: one token of each row, with the states in the pages of the pool.
+"""CPU kernels of the gated delta rule: one token of each row, and what comes before and behind the states of prompts.
 
-A ticket is a head of a row, with a state [key_size, value_size]. Its columns are advanced a few vectors at a
-time, twice over all lines: to multiply by the key, then to add the correction and multiply by the query. The state is
-written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone. Each head has a
-decay, or each line of its state (Kimi delta attention).
+A ticket of the first kernel is a head of a row, with a state [key_size, value_size]. Its columns are advanced a few
+vectors at a time, twice over all lines: to multiply by the key, then to add the correction and multiply by the query.
+The state is written once. Sums run over the lines in order, so that a head's bits depend on its own numbers alone.
+Each head has a decay, or each line of its state (Kimi delta attention).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
-from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, write_any
+from kvforge.worker.cpu.rows import item_bytes, load_any, narrow, read_any, spread, widen, write_any
 from kvforge.worker.cpu.vector import (
     BFLOAT16,
     FLOAT16,
@@ -36,9 +36,11 @@ from kvforge.worker.cpu.vector import (
     storing,
     subtract,
     total,
+    write_float,
 )
 
 NUMBERS_PER_US = 3_000  # of a state, throughput of one thread
+INPUTS_PER_US = 1_000  # numbers of a prompt, before and behind its states
 SUM_MIN = 1e-6  # added to the sum of squares of a query or a key
 F = np.float32
 ATANH = tuple(F(1 / odd) for odd in range(15, 0, -2))  # coefficients of its series, the highest first
@@ -235,6 +237,14 @@ def write_decays(target, decay, biases, code, rate, count):
 
 
 @part
+def decay_of_head(decay, bias, rate, code):
+    """Return the decay of a head with one."""
+    x = read_any(decay, code) + read_any(bias, FLOAT32)
+    softplus = F(x) if x > F(20) else F(math.log1p(math.exp(float(x))))
+    return F(math.exp(float(rate * softplus)))
+
+
+@part
 def gated_norm(target, given, weight, code, count, epsilon, sigmoid):
     """Normalise a head's result, multiply it by the weight and by SiLU of the gate, or by its sigmoid."""
     size, squares, at = item_bytes(code), spread(F(0)), 0
@@ -327,12 +337,78 @@ def advance_delta(arguments):
                 base, first, memory, page_bytes, own, line_bytes, state_code,
             )  # fmt: skip
         else:
-            x = read_any(decay + decay_stride * row + size * head, code) + read_any(biases + 4 * head, FLOAT32)
-            softplus = F(x) if x > F(20) else F(math.log1p(math.exp(float(x))))
-            kept = F(math.exp(float(rate * softplus)))
+            kept = decay_of_head(decay + decay_stride * row + size * head, biases + 4 * head, rate, code)
             advance_head(
                 query, key, value, place, code, query_scale, key_scale, kept, factor, key_size, value_size,
                 base, first, memory, page_bytes, own, line_bytes, state_code,
             )  # fmt: skip
         given = gate + gate_stride * row + size * value_size * head
         gated_norm(place, given, weight, code, value_size, epsilon, sigmoid)
+
+
+@cpu_kernel(
+    "mixed stride beta beta_stride decay decay_stride rates biases tokens heads groups key_size value_size width code "
+    "queries keys known values decays factors"
+)
+def prepare_delta(arguments):
+    """Compute what `prompt_kernel.advance_prompts` takes, from the inputs of `tokens` tokens.
+
+    A ticket is a token. known: 0 where each head has one decay.
+    """
+    _, _, mixed, stride, beta, beta_stride, decay, decay_stride, rates, biases = read_10(arguments)
+    tokens, heads, groups, key_size, value_size, width, code, queries, keys, known = read_10(arguments + 80)
+    values, decays, factors = (
+        read_integer(arguments + 160),
+        read_integer(arguments + 168),
+        read_integer(arguments + 176),
+    )
+    size, key_heads = item_bytes(code), heads // groups
+    while True:
+        token = next_ticket(arguments)
+        if token >= tokens:
+            return
+        row = mixed + stride * token
+        for head in range(key_heads):
+            query = row + size * key_size * head
+            key, place = query + size * key_size * key_heads, 4 * key_size * (key_heads * token + head)
+            scale = inverse_length(query, code, key_size) / F(math.sqrt(key_size))
+            widen(query, code, queries + place, key_size, scale)
+            widen(key, code, keys + place, key_size, inverse_length(key, code, key_size))
+        for head in range(heads):
+            place = heads * token + head
+            value = row + size * (2 * key_size * key_heads + value_size * head)
+            widen(value, code, values + 4 * width * place, value_size, F(1))
+            x, factor = read_any(beta + beta_stride * token + size * head, code), factors + 4 * place
+            write_any(factor, F(1.0 / (1.0 + math.exp(-x))), code)
+            write_float(factor, read_any(factor, code))
+            rate = read_any(rates + 4 * head, FLOAT32)
+            own = decay + decay_stride * token
+            if known == 0:
+                write_float(decays + 4 * place, decay_of_head(own + size * head, biases + 4 * head, rate, code))
+            else:
+                lines = decays + 4 * key_size * place
+                write_decays(lines, own + size * key_size * head, biases + 4 * key_size * head, code, rate, key_size)
+                key = keys + 4 * key_size * (key_heads * token + head // groups)
+                for line in range(0, 4 * key_size, 4):
+                    number = read_any(key + line, FLOAT32) * read_any(lines + line, FLOAT32)
+                    write_float(known + 4 * key_size * place + line, number)
+
+
+@cpu_kernel("source target gate gate_stride weight tokens heads value_size width code sigmoid epsilon:d")
+def finish_delta(arguments):
+    """Normalise and gate results of `prompt_kernel.advance_prompts`, source [tokens, heads, width] float32.
+
+    A ticket is a token. target: [tokens, heads x value_size].
+    """
+    _, _, source, target, gate, gate_stride, weight, tokens, heads, value_size = read_10(arguments)
+    width, code, sigmoid = read_integer(arguments + 80), read_integer(arguments + 88), read_integer(arguments + 96)
+    epsilon, size = F(read_double(arguments + 104)), item_bytes(code)
+    while True:
+        token = next_ticket(arguments)
+        if token >= tokens:
+            return
+        for head in range(heads):
+            place = target + size * value_size * (heads * token + head)
+            narrow(source + 4 * width * (heads * token + head), place, code, value_size, F(1))
+            given = gate + gate_stride * token + size * value_size * head
+            gated_norm(place, given, weight, code, value_size, epsilon, sigmoid)

@@ -1,4 +1,4 @@
-"""CPU kernels of Mamba 2's state spaces: one token of each row, with the states in the pages of the pool.
+"""CPU kernels of Mamba 2's state spaces: one token of each row, and what comes before and behind the states of prompts.
 
 A ticket of the first is a head of a row, with a state [head_size, state_size]: each line is read and written once.
 The second normalises the results of a group of heads. Sums run in the order of the numbers, so that a row's bits
@@ -12,23 +12,33 @@ import math
 import numpy as np
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
-from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, spread_one, store_any, write_any
+from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, spread_one, store_any, widen, write_any
 from kvforge.worker.cpu.vector import (
+    BFLOAT16,
+    FLOAT16,
     FLOAT32,
     LANES,
+    add,
+    divide,
     exp,
     first_lane,
     fma,
+    loading,
     multiply,
     next_ticket,
     read_double,
     read_integer,
     read_integer32,
     reading_integers,
+    spreading,
+    storing,
+    subtract,
     total,
+    write_float,
 )
 
 NUMBERS_PER_US = 3_000  # of a state, throughput of one thread
+INPUTS_PER_US = 1_000  # numbers of a prompt, before and behind its states
 F = np.float32
 read_10 = reading_integers(10)
 
@@ -140,3 +150,98 @@ def group_norm(arguments):
             to = place + size * index
             write_any(to, read_any(given + 4 * index, FLOAT32) * scale, code)
             write_any(to, read_any(factors + size * index, code) * read_any(to, code), code)
+
+
+@cpu_kernel(
+    "mixed stride steps steps_stride rates biases tokens heads groups head_size state_size width code queries keys "
+    "values decays factors least:d most:d"
+)
+def prepare_spaces(arguments):
+    """Compute what `prompt_kernel.advance_prompts` takes, from the inputs of `tokens` tokens.
+
+    A ticket is a token. Queries are C, keys B, values x, and factors time steps between `least` and `most`.
+    """
+    _, _, mixed, stride, steps, steps_stride, rates, biases, tokens, heads = read_10(arguments)
+    groups, head_size, state_size, width, code, queries, keys, values, decays, factors = read_10(arguments + 80)
+    least, most, size = F(read_double(arguments + 160)), F(read_double(arguments + 168)), item_bytes(code)
+    while True:
+        token = next_ticket(arguments)
+        if token >= tokens:
+            return
+        x = mixed + stride * token
+        b = x + size * head_size * heads
+        widen(b, code, keys + 4 * groups * state_size * token, groups * state_size, F(1))
+        widen(
+            b + size * groups * state_size, code, queries + 4 * groups * state_size * token, groups * state_size, F(1)
+        )
+        for head in range(heads):
+            place = heads * token + head
+            widen(x + size * head_size * head, code, values + 4 * width * place, head_size, F(1))
+            time = read_any(steps + steps_stride * token + size * head, code) + read_any(biases + 4 * head, FLOAT32)
+            step = F(time) if time > F(20) else F(math.log1p(math.exp(float(time))))
+            step = min(max(step, least), most)
+            write_float(factors + 4 * place, step)
+            rate = read_any(rates + 4 * head, FLOAT32)
+            write_float(decays + 4 * place, F(math.exp(float(rate * step))))
+
+
+def opening(lanes):
+    """Make the procedure that adds the skip to `lanes` results, rounds and gates them."""
+    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+    spread_out = spreading(lanes)
+
+    @part
+    def load(address, code):
+        if code == FLOAT32:
+            return load_32(address)
+        return load_brain(address) if code == BFLOAT16 else load_16(address)
+
+    @part
+    def open_some(source, target, x, given, skip, code):
+        found = add(load_32(source), multiply(spread_out(skip), load(x, code)))
+        if code == BFLOAT16:
+            store_brain(target, found)
+            found = load_brain(target)
+        elif code == FLOAT16:
+            store_16(target, found)
+            found = load_16(target)
+        gate = load(given, code)
+        silu = divide(gate, add(spread_out(F(1)), exp(subtract(spread_out(F(0)), gate))))
+        store_32(target, multiply(found, silu))
+
+    return open_some
+
+
+open_16, open_1 = opening(LANES), opening(1)
+
+
+@cpu_kernel("source target mixed stride gate gate_stride skips tokens heads head_size width code")
+def finish_spaces(arguments):
+    """Add the skips to results of `prompt_kernel.advance_prompts`, and gate them.
+
+    A ticket is a token. source: [tokens, heads, width] float32. target: [tokens, heads x head_size] float32.
+    """
+    _, _, source, target, mixed, stride, gate, gate_stride, skips, tokens = read_10(arguments)
+    heads, head_size, width, code = (
+        read_integer(arguments + 80),
+        read_integer(arguments + 88),
+        read_integer(arguments + 96),
+        read_integer(arguments + 104),
+    )
+    size = item_bytes(code)
+    while True:
+        token = next_ticket(arguments)
+        if token >= tokens:
+            return
+        for head in range(heads):
+            found, place = source + 4 * width * (heads * token + head), 4 * head_size * (heads * token + head)
+            x, given = mixed + stride * token, gate + gate_stride * token
+            skip, first, at = read_any(skips + 4 * head, FLOAT32), size * head_size * head, 0
+            while at + LANES <= head_size:
+                own = first + size * at
+                open_16(found + 4 * at, target + place + 4 * at, x + own, given + own, skip, code)
+                at += LANES
+            for index in range(at, head_size):
+                own = first + size * index
+                open_1(found + 4 * index, target + place + 4 * index, x + own, given + own, skip, code)

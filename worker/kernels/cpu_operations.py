@@ -314,9 +314,13 @@ class CpuOperations(PackedOperations):
         found = _scan(inputs, states, space, None)
         return super().advance_selective(inputs, states, space) if found is None else found
 
-    def for_token_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
-        """Implement `StateOperations.for_token_prompts`."""
+    def for_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
+        """Implement `StateOperations.for_prompts`."""
         return partial(CpuPrompts, _scan)
+
+    def for_token_prompts(self, dtype: torch.dtype) -> PromptForm | None:
+        """Implement `StateOperations.for_token_prompts`."""
+        return self.for_prompts(dtype)
 
 
 def _scan(

@@ -255,8 +255,9 @@ class PlainOperations:
     def begins(self, _x: torch.Tensor) -> None:
         """Return None: a generated token has tokens before it."""
 
-    def for_prompts(self, _dtype: torch.dtype) -> None:
+    def for_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
         """Return None: in plain torch, transformers' modules are as fast."""
+        return None
 
     def for_token_prompts(self, _dtype: torch.dtype) -> PromptForm | None:
         """Return None, as `for_prompts`."""

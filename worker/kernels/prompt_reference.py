@@ -47,7 +47,7 @@ class PlainPrompts:
         """Implement `StateOperations.convolve`."""
         weight, taps = convolution.weight.float(), convolution.weight.shape[1]
         found, after = torch.zeros((len(x), len(weight)), dtype=x.dtype, device=x.device), list[torch.Tensor]()
-        for row, state in enumerate(_before(states, self._rows)):
+        for row, state in enumerate(states_before(states, self._rows)):
             held = state.t()
             for begin, end in self._rows.chunks(row):
                 place = self._place(row, begin, end)
@@ -74,7 +74,7 @@ class PlainPrompts:
         mixed, heads, after = inputs.mixed, delta.value_heads, list[torch.Tensor]()
         found = torch.zeros((len(mixed), heads * delta.value_size), dtype=mixed.dtype, device=mixed.device)
         sizes = (delta.key_size, delta.key_size, delta.value_size)
-        for row, state in enumerate(_before(states, self._rows)):
+        for row, state in enumerate(states_before(states, self._rows)):
             held = state.float()
             for begin, end in self._rows.chunks(row):
                 place, count = self._place(row, begin, end), end - begin
@@ -99,7 +99,7 @@ class PlainPrompts:
         """Implement `StateOperations.advance_state_space`."""
         mixed, repeats, after = inputs.mixed, space.heads // space.groups, list[torch.Tensor]()
         found = torch.zeros((len(mixed), len(space.weight)), dtype=mixed.dtype, device=mixed.device)
-        for row, state in enumerate(_before(states, self._rows)):
+        for row, state in enumerate(states_before(states, self._rows)):
             held = state.float()
             for begin, end in self._rows.chunks(row):
                 place, count = self._place(row, begin, end), end - begin
@@ -123,7 +123,7 @@ class PlainPrompts:
     def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
         """Implement `StateOperations.advance_selective`, token by token."""
         found, after = torch.zeros_like(inputs.x, memory_format=torch.contiguous_format), list[torch.Tensor]()
-        for row, state in enumerate(_before(states, self._rows)):
+        for row, state in enumerate(states_before(states, self._rows)):
             held, first = state.float(), int(self._rows.firsts[row])
             for token in range(first, first + int(self._rows.counts[row])):
                 found[token], held = advance_token(inputs, token, held, space)
@@ -217,7 +217,7 @@ def advance_spaces(
     return found, state * total[:, -1].exp()[:, None, None] + x.transpose(1, 2) @ left
 
 
-def _before(states: StateRows, rows: PromptRows) -> torch.Tensor:
+def states_before(states: StateRows, rows: PromptRows) -> torch.Tensor:
     """Return the states of rows before the step: zeros where a row begins."""
     begins = torch.from_numpy(rows.starts == 0).to(states.memory.device)
     state = states.read()

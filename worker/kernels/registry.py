@@ -347,6 +347,18 @@ CPU_KERNELS = (
     CpuKernelEntry(
         "kvforge.worker.cpu.selective_kernel", "advance_selective", PlainOperations.advance_selective, _recurrent
     ),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.prompt_convolution_kernel", "convolve_prompts", PlainPrompts.convolve, _recurrent
+    ),
+    CpuKernelEntry("kvforge.worker.cpu.prompt_kernel", "advance_prompts", PlainPrompts.advance_delta, _recurrent),
+    CpuKernelEntry("kvforge.worker.cpu.delta_kernel", "prepare_delta", PlainPrompts.advance_delta, _recurrent),
+    CpuKernelEntry("kvforge.worker.cpu.delta_kernel", "finish_delta", PlainPrompts.advance_delta, _recurrent),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.state_space_kernel", "prepare_spaces", PlainPrompts.advance_state_space, _recurrent
+    ),
+    CpuKernelEntry(
+        "kvforge.worker.cpu.state_space_kernel", "finish_spaces", PlainPrompts.advance_state_space, _recurrent
+    ),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),

@@ -4,7 +4,8 @@ A *mixer* is a module that mixes the tokens of a sequence through a state of fix
 delta rule, Mamba. transformers keeps the state in a cache that the mixer is given. Here each row of a step is given to
 the mixer alone, with a cache that holds the row's state, read from its pages before and written back behind it. A row's
 bits therefore do not depend on other rows. Generated tokens run through kernels of our own instead, all rows together,
-if the mixer's step is described (`mixer_steps`), and in described decoders on most GPUs prompts too (`mixer_prompts`).
+if the mixer's step is described (`mixer_steps`). So do prompts in described decoders, on a CPU and most GPUs
+(`mixer_prompts`).
 
 A mixer has two forms, which round differently: one for a chunk of tokens, and one for a single token behind a state.
 Prompt tokens are cut at absolute multiples of the chunk size, so that a prompt always runs through the same calls,

@@ -61,7 +61,7 @@ def _states(model: LoadedModel) -> str:
     own = "" if len(steps) == layers else f", {layers - len(steps)} of them transformers' own"
     served = [each for each in steps if isinstance(each, Described) and (each.selective or model.fused is not None)]
     chunked = operations is not None and any(form_of_prompts(each, operations, model.dtype) for each in served)
-    how = "token by token" if steps[0].selective is not None else "in chunks"
+    how = "token by token" if by == "Numba" or steps[0].selective is not None else "in chunks"
     prompts = f"{by}, {how}" if chunked else "transformers' own"
     return f"generated tokens: {by}, all rows together; prompts: {prompts}; {layers} layers{own}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from kvforge.worker.attention.states import StateTensor
+from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device, open_device
+from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.prompt_reference import PlainPrompts
 from kvforge.worker.kernels.prompt_rows import SEGMENT_TILES, PromptRows, prompt_rows
@@ -204,6 +207,77 @@ def test_kernels_by_channel_are_plain_torchs(
     assert compare_prompt_delta(FusedOperations(cpu), rule, dtype, kept) == ""
 
 
+NEEDS_CPU_KERNELS = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=f"CPU kernels: {cpu_kernels_problem()}")
+
+
+@NEEDS_CPU_KERNELS
+@pytest.mark.parametrize(
+    ("dtype", "kept"),
+    [
+        (torch.float32, None),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, None),
+    ],
+)
+def test_kernels_of_a_cpu_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.dtype | None) -> None:
+    """With sizes that fill strips and vectors, and that do not; rows in company have the bits of rows alone."""
+    operations = CpuOperations(cpu)
+    for form in ({"is_gated": True}, {"has_silu": True}):
+        made = convolution(70, 3, dtype, biased=kept is None, **form)
+        assert compare_prompt_convolution(operations, made, dtype, kept if dtype == torch.float32 else None) == ""
+    for sizes in ((4, 2, 64, 64), (2, 2, 24, 40), (1, 1, 8, 12)):
+        assert compare_prompt_delta(operations, delta_rule(*sizes, dtype), dtype, kept) == ""
+    for sizes, shift in (((2, 1, 64, 64), 0.0), ((3, 1, 24, 40), 4.0), ((1, 1, 8, 12), -4.0)):
+        rule = channel_rule(*sizes, dtype)
+        rule = replace(rule, biases=rule.biases + shift)
+        assert compare_prompt_delta(operations, rule, dtype, kept) == ""
+    for shape in ((6, 64, 2, 128), (4, 24, 2, 40), (1, 8, 1, 8)):
+        space = replace(state_space(shape, dtype), normalises=shape[0] > 1)
+        assert compare_prompt_space(operations, space, dtype, kept) == ""
+
+
+@NEEDS_CPU_KERNELS
+def test_a_prompt_on_a_cpu_may_be_cut_anywhere(cpu: Device) -> None:
+    """With states in float32, results and states have the same bits."""
+    generator, tokens = torch.Generator().manual_seed(3), 150
+    made, space = (
+        convolution(40, 4, torch.float32, biased=True, has_silu=True),
+        state_space((4, 24, 2, 40), torch.float32),
+    )
+    delta, lines = delta_rule(4, 2, 24, 40, torch.float32), channel_rule(3, 1, 24, 40, torch.float32)
+    x = torch.randn(tokens, made.inputs, generator=generator)
+    by_head, by_line = (
+        DeltaInputs(*(torch.randn(tokens, n, generator=generator) for n in rule.widths)) for rule in (delta, lines)
+    )
+    widths = sum(space.parts), len(space.weight), space.heads
+    given = StateSpaceInputs(*(torch.randn(tokens, n, generator=generator) for n in widths))
+
+    def run(*cuts: int) -> list[torch.Tensor]:
+        shapes = ((1, 40, 4), delta.state, lines.state, space.state)
+        every = [scattered(StateTensor(0, RECURRENT, shape, torch.float32), 1, generator) for shape in shapes]
+        found: list[list[torch.Tensor]] = []
+        for start, end in pairwise((0, *cuts, tokens)):
+            of_row = np.array([[start], [start], [end - start]])
+            form = CpuOperations(cpu).for_prompts(torch.float32)
+            assert form is not None
+            over = form(prompt_rows(*of_row, lambda array: torch.from_numpy(array.copy())))
+            results = (
+                over.convolve(x, every[0], made),
+                over.advance_delta(by_head, every[1], delta),
+                over.advance_delta(by_line, every[2], lines),
+                over.advance_state_space(given, every[3], space),
+            )
+            found.append([each[start:end] for each in results])
+        return [*(torch.cat(parts) for parts in zip(*found, strict=True)), *(each.read() for each in every)]
+
+    whole = run()
+    assert all(bool(each.any()) for each in whole)
+    for cuts in ((1,), (64,), (63, 100), (2, 3, 149)):
+        assert all(torch.equal(*each) for each in zip(run(*cuts), whole, strict=True)), cuts
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
@@ -236,13 +310,16 @@ def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
             assert compare_prompt_convolution(operations, made, dtype, own) == ""
 
 
-def test_time_steps_of_prompts_have_limits() -> None:
+@pytest.mark.parametrize("way", ["plain torch", pytest.param("Numba", marks=NEEDS_CPU_KERNELS)])
+def test_time_steps_of_prompts_have_limits(way: str, cpu: Device) -> None:
     """As transformers limits them: with a step of 0.5 everywhere, time steps make no difference."""
+    form = PlainPrompts if way == "plain torch" else CpuOperations(cpu).for_prompts(torch.float32)
+    assert form is not None
     rows, generator = rows_of((0, 70)), torch.Generator().manual_seed(4)
     space = replace(state_space((2, 8, 1, 8), torch.float32), limits=(0.5, 0.5))
     mixed, gate, *steps = (torch.randn(72, n, generator=generator) for n in (32, 16, 2, 2))
     found = []
     for each in steps:
         states = scattered(StateTensor(0, RECURRENT, space.state, torch.float32), 1, torch.Generator().manual_seed(5))
-        found.append(PlainPrompts(rows).advance_state_space(StateSpaceInputs(mixed, gate, each), states, space))
+        found.append(form(rows).advance_state_space(StateSpaceInputs(mixed, gate, each), states, space)[1:71])
     assert torch.equal(*found) and bool(found[0].any())

@@ -90,6 +90,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 RECURRENT = {
     "kvforge.worker.cpu.convolution_kernel": "lfm2",
     "kvforge.worker.cpu.delta_kernel": "qwen3_5",
+    "kvforge.worker.cpu.prompt_convolution_kernel": "lfm2",
+    "kvforge.worker.cpu.prompt_kernel": "qwen3_5",
     "kvforge.worker.cpu.selective_kernel": "jamba",
     "kvforge.worker.cpu.state_space_kernel": "bamba",
 }  # models with steps that run a kernel

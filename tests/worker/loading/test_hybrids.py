@@ -21,6 +21,7 @@ import transformers
 
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.worker.device.device import Device
+from kvforge.worker.kernels import cpu_prompts
 from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.layer_weights import NO_FACTORS, LayerFactors
 from kvforge.worker.loading import determinism, families, mixer_steps, mixers, probe, trial, verification
@@ -602,11 +603,11 @@ def test_a_model_without_positions_has_no_context_length_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("name", "kernels", "wanted"),
     [
-        ("kimi_linear", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
+        ("kimi_linear", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
         ("olmo_hybrid", True, "transformers' own: 3 layers, one row after the other"),
         ("jamba", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
-        ("nemotron_h", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
-        ("lfm2", True, "generated tokens: Numba, all rows together; prompts: transformers' own; 2 layers"),
+        ("nemotron_h", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
+        ("lfm2", True, "generated tokens: Numba, all rows together; prompts: Numba, token by token; 2 layers"),
         ("lfm2", False, "generated tokens: plain torch, all rows together; prompts: transformers' own; 2 layers"),
     ],
 )
@@ -617,13 +618,19 @@ def test_the_kernels_of_states_are_named(
     assert serving_kernels(tiny(model_type, block_size=16, kernels=kernels, **fields))["states"] == wanted
 
 
+@pytest.mark.parametrize("kernels", [True, False])
 def test_a_state_that_is_not_carried_over_is_found_at_load(
-    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+    kernels: bool, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type, fields = HYBRIDS["lfm2"]
-    model = tiny(model_type, block_size=16, **fields)
+    model = tiny(model_type, block_size=16, kernels=kernels, **fields)
     verify(model)
-    monkeypatch.setattr(RowCache, "__init__", lambda self, _state=None: self.__dict__.update(state={}, _begun=False))
+    if kernels:
+        monkeypatch.setattr(cpu_prompts, "states_before", lambda states, _rows: torch.zeros_like(states.read()))
+    else:
+        monkeypatch.setattr(
+            RowCache, "__init__", lambda self, _state=None: self.__dict__.update(state={}, _begun=False)
+        )
     with pytest.raises(UnsupportedModel, match="differs from transformers' own"):
         verify(model)
 
