@@ -180,7 +180,7 @@ def measure_expanded(rows: int, new: int, before: int, heads: int, device: Devic
     starts, counts = np.full(rows, before, np.int32), np.full(rows, new, np.int32)
     generated = np.zeros(rows, np.bool_)
     batch = PagedBatch.build(setup.tables.cpu().numpy(), starts, counts, BLOCK_SIZE, device, generated)
-    parts = prompt_parts(batch, spaces.tokens_max(batch.block_size))
+    parts = prompt_parts(batch)
     assert parts is not None and parts.rest is None
     expansion = torch.randn((heads * (PLAIN + VALUE), LATENT), dtype=torch.bfloat16, device=place) / LATENT**0.5
     keys, values = expansion.unflatten(0, (heads, -1)).split((PLAIN, VALUE), dim=1)

@@ -14,7 +14,7 @@ from kvforge.worker.cpu.kv_write import write_rotated
 from kvforge.worker.cpu.vector import CODES
 
 from .batch import Int32Array, IntArray, PagedBatch
-from .expanded_space import EXPANDED_TOKENS_ON_CPU, ExpandedSpaces
+from .expanded_space import ExpandedSpaces
 from .interface import AttentionOptions, KvLayer, check_attend, check_latents, check_rotary, check_write
 from .quantised import is_quantised
 from .reference import ReferenceAttention
@@ -55,25 +55,17 @@ class Plan:
 class CpuAttention:
     """Attention on CPU kernels; see PagedAttention. Supports every head, block and group size and KV dtype."""
 
+    expanded_spaces: ExpandedSpaces | None = None
+
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
         self.workspace = Workspace()
-        # In float32 the expansion costs twice as much, and attention the same.
-        made = ExpandedSpaces(torch.device("cpu"), EXPANDED_TOKENS_ON_CPU, torch.bfloat16)
-        self.expanded_spaces: ExpandedSpaces | None = made
 
-    def describe(
-        self,
-        _head_size: int,
-        dtype: torch.dtype,
-        *_: Any,
-        latent: int = 0,
-    ) -> tuple[str, str]:
+    def describe(self, *_: Any, latent: int = 0) -> tuple[str, str]:
         """Implement `PagedAttention.describe`."""
         what = f"latents of {latent} numbers" if latent else "K and V"
         text = f"Numba for {torch.backends.cpu.get_cpu_capability()}, {what} read in place"
-        expands = latent and self.expanded_spaces is not None and self.expanded_spaces.serves(dtype)
-        return text, f"{text}, those of {EXPANDED_TOKENS_ON_CPU} tokens expanded" if expands else text
+        return text, text
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         """Implement `PagedAttention.kv_slots`."""

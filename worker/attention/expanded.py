@@ -4,9 +4,9 @@ For a key and a head, attention in the absorbed form multiplies 512 + 64 and 512
 multiplies 128 + 64 and 128 (DeepSeek-V2, arXiv 2405.04434, section 2.1). The absorbed form reads each latent once, and
 is best for one new token; the expanded form computes less where many new tokens of a row read the same latents.
 
-Prompt tokens before a position (`ExpandedSpaces.tokens_max`) take the expanded form, whatever else is in the step, and
-all others the absorbed one. The form follows from a token's kind and position alone, so its bits do not depend on how a
-prompt was divided into steps. The bound keeps the workspace small.
+Prompt tokens before position EXPANDED_TOKENS_MAX take the expanded form, whatever else is in the step, and all others
+the absorbed one: the form follows from a token's kind and position alone, so its bits do not depend on how a prompt was
+divided into steps. The bound keeps the workspace small.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from .batch import IntArray, PagedBatch
+from .expanded_space import tokens_max
 from .interface import KvLayer
 from .quantised import as_bytes, dequantise
 
@@ -53,16 +54,11 @@ class PromptParts:
     rest_tokens: torch.Tensor | None
 
 
-def prompt_parts(batch: PagedBatch, tokens_max: int) -> PromptParts | None:
-    """Divide a step; None if it has no tokens for the expanded form. The result is kept with the batch.
-
-    Args:
-        batch: The step.
-        tokens_max: See `ExpandedSpaces.tokens_max`.
-    """
+def prompt_parts(batch: PagedBatch) -> PromptParts | None:
+    """Divide a step; None if it has no tokens for the expanded form. The result is kept with the batch."""
     key = "prompt parts"
     if key not in batch.plans:
-        batch.plans[key] = None if batch.is_static or batch.generated.all() else _divided(batch, tokens_max)
+        batch.plans[key] = None if batch.is_static or batch.generated.all() else _divided(batch)
     found: PromptParts | None = batch.plans[key]
     return found
 
@@ -75,15 +71,15 @@ def latents_of(layer: KvLayer, slots: torch.Tensor, dtype: torch.dtype) -> torch
     return dequantise(found.view(layer.keys.dtype), layer.key_scales.flatten().index_select(0, slots)).to(dtype)
 
 
-def _divided(batch: PagedBatch, tokens_max: int) -> PromptParts | None:
+def _divided(batch: PagedBatch) -> PromptParts | None:
     starts, lengths, size = batch.starts, batch.lengths, batch.block_size
-    ends = np.where(batch.generated, starts, np.minimum(lengths, tokens_max))
+    ends = np.where(batch.generated, starts, np.minimum(lengths, tokens_max(size)))
     (rows,) = np.nonzero(ends > starts)
     if not len(rows):
         return None
     groups: list[PromptGroup] = []
     taken: list[int] = []
-    blocks, room = -(-ends // size), tokens_max // size
+    blocks, room = -(-ends // size), tokens_max(size) // size
     for row in [*rows.tolist(), None]:
         if row is None or sum(int(blocks[each]) for each in taken) + int(blocks[row]) > room:
             if taken:

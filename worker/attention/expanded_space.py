@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Positions before it are expanded; also the tokens of a workspace. A chunk of less than about 100 tokens takes longer
-# to expand the row's earlier tokens than it saves: on a CPU, which computes slowly, the bound is lower.
-EXPANDED_TOKENS_MAX = 1 << 14
-EXPANDED_TOKENS_ON_CPU = 1 << 11
+EXPANDED_TOKENS_MAX = 1 << 14  # positions before it are expanded; also the tokens of a workspace
 EXPANDED_HEADS_MAX = 16  # heads that are expanded at a time
 
 
@@ -37,19 +34,14 @@ class ExpandedShape:
 class ExpandedSpace:
     """Memory for keys and values of some heads, which all layers use in turn.
 
-    Args:
-        shape: The sizes.
-        tokens: Of the memory, whole blocks.
-        device: Where it is.
-
     Attributes:
         product: [tokens, heads x (plain + value)], for each token and head the key without rotation, then the value.
         keys: [blocks, block_size, heads, plain + rotated].
         values: As `keys`. Places of a value behind its own numbers are zero.
     """
 
-    def __init__(self, shape: ExpandedShape, tokens: int, device: torch.device) -> None:
-        size = shape.block_size
+    def __init__(self, shape: ExpandedShape, device: torch.device) -> None:
+        tokens, size = tokens_max(shape.block_size), shape.block_size
         self._shape = shape
         width = shape.heads * (shape.plain + shape.value)
         self.product = torch.empty((tokens, width), dtype=shape.dtype, device=device)
@@ -67,23 +59,11 @@ class ExpandedSpace:
 
 
 class ExpandedSpaces:
-    """Makes each space once, and keeps it.
+    """Makes each space once, and keeps it."""
 
-    Args:
-        device: Where the memory is.
-        tokens: Positions before it are expanded.
-        dtype: The dtype of models whose prompts are expanded; None: all.
-    """
-
-    def __init__(
-        self, device: torch.device, tokens: int = EXPANDED_TOKENS_MAX, dtype: torch.dtype | None = None
-    ) -> None:
-        self._device, self._tokens, self._dtype = device, tokens, dtype
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._made: dict[ExpandedShape, ExpandedSpace] = {}
-
-    def serves(self, dtype: torch.dtype) -> bool:
-        """Return whether prompts of models of this dtype are expanded."""
-        return self._dtype is None or dtype == self._dtype
 
     def of(self, shape: ExpandedShape) -> ExpandedSpace:
         """Return the space of a shape.
@@ -92,9 +72,10 @@ class ExpandedSpaces:
             RuntimeError: There is not enough memory.
         """
         if shape not in self._made:
-            self._made[shape] = ExpandedSpace(shape, self.tokens_max(shape.block_size), self._device)
+            self._made[shape] = ExpandedSpace(shape, self._device)
         return self._made[shape]
 
-    def tokens_max(self, block_size: int) -> int:
-        """Return how many tokens are expanded together: whole blocks, at least one."""
-        return max(self._tokens // block_size, 1) * block_size
+
+def tokens_max(block_size: int) -> int:
+    """Return how many tokens are expanded together: whole blocks, at least one."""
+    return max(EXPANDED_TOKENS_MAX // block_size, 1) * block_size

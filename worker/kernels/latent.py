@@ -39,8 +39,7 @@ def attend_latents(
     latent = layer.latent
     assert latent is not None
     spaces = attention.expanded_spaces if latent.is_expandable else None
-    expands = spaces is not None and spaces.serves(normed.dtype)
-    parts = prompt_parts(batch, spaces.tokens_max(batch.block_size)) if spaces is not None and expands else None
+    parts = prompt_parts(batch) if spaces is not None else None
     by_head, absorbed, stored = _queries(ops, layer, latent, normed, rotary)
     attention.write_latent(stored, cache, batch)
     if parts is not None and spaces is not None:

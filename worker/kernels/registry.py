@@ -154,9 +154,7 @@ def _attention(serving: Serving) -> None:
 
 def expanded_shapes(serving: Serving) -> tuple[AttentionShape, ...]:
     """Return the shapes of attention over keys and values that are expanded from latents (`attention.expanded`)."""
-    spaces = serving.attention.expanded_spaces
-    expands = serving.fused is not None and spaces is not None and spaces.serves(serving.dtype)
-    layers = serving.fused.layers if serving.fused is not None and expands else ()
+    layers = serving.fused.layers if serving.fused is not None and serving.attention.expanded_spaces is not None else ()
     found: dict[AttentionShape, None] = {}
     for layer in layers:
         if layer.latent is None or not layer.latent.is_expandable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -12,15 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention
-from kvforge.worker.attention.cpu_attention import CpuAttention
+from kvforge.worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, expanded_space
 from kvforge.worker.attention.expanded import PromptParts, latents_of, prompt_parts
-from kvforge.worker.attention.expanded_space import EXPANDED_TOKENS_MAX, EXPANDED_TOKENS_ON_CPU, ExpandedSpaces
+from kvforge.worker.attention.expanded_space import ExpandedSpaces
 from kvforge.worker.attention.quantised import is_quantised
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import open_device
 from kvforge.worker.kernels import latent as latent_module
-from kvforge.worker.kernels.cpu_operations import CpuOperations
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.latent import attend_latents
 from kvforge.worker.kernels.layer_weights import FusedLayer, LatentAttention, Norm, Projection
@@ -37,8 +34,8 @@ ROWS = [(0, 20, False), (11, 1, True), (13, 9, False), (20, 25, False), (40, 3, 
 class Expanding(ReferenceAttention):
     """Plain attention that expands prompts, as on Hopper."""
 
-    def __init__(self, tokens: int = EXPANDED_TOKENS_MAX) -> None:
-        self.expanded_spaces = ExpandedSpaces(torch.device("cpu"), tokens)
+    def __init__(self) -> None:
+        self.expanded_spaces = ExpandedSpaces(torch.device("cpu"))
 
 
 def layer_of(heads: int, seed: int = 0, device: Any = "cpu", dtype: torch.dtype = F32) -> FusedLayer:
@@ -116,16 +113,17 @@ def test_expanded_prompts_have_the_numbers_of_absorbed_ones(heads: int, kv: torc
     """21 heads are expanded 16 and 5 at a time; a limit of 32 tokens makes several groups and a part that stays."""
     layer, ops = layer_of(heads), PlainOperations()
     want = run(ReferenceAttention(), layer, ROWS, kv, ops)
-    attention = Expanding(LIMIT)
-    got = run(attention, layer, ROWS, kv, ops)
-    assert attention.expanded_spaces is not None
-    spaces = list(attention.expanded_spaces._made.values())
-    assert [space.keys.shape[2] for space in spaces] == ([3] if heads == 3 else [16, 5])
-    for space in spaces:  # what earlier steps left is not read
-        space.keys.fill_(torch.nan)
-        space.values[..., :VALUE] = torch.nan
-        space.product.fill_(torch.nan)
-    again = run(attention, layer, ROWS, kv, ops)
+    attention = Expanding()
+    with patch.object(expanded_space, "EXPANDED_TOKENS_MAX", LIMIT):
+        got = run(attention, layer, ROWS, kv, ops)
+        assert attention.expanded_spaces is not None
+        spaces = list(attention.expanded_spaces._made.values())
+        assert [space.keys.shape[2] for space in spaces] == ([3] if heads == 3 else [16, 5])
+        for space in spaces:  # what earlier steps left is not read
+            space.keys.fill_(torch.nan)
+            space.values[..., :VALUE] = torch.nan
+            space.product.fill_(torch.nan)
+        again = run(attention, layer, ROWS, kv, ops)
     assert got.shape == want.shape == (sum(row[1] for row in ROWS), heads * VALUE)
     assert float((got - want).abs().max()) < 2e-5 * float(want.abs().max())
     assert torch.equal(again, got)
@@ -144,7 +142,7 @@ def form_of(rows: list[tuple[int, int, bool]]) -> dict[tuple[int, int], str]:
     """Return the form of each (row, position)."""
     batch = batch_of(rows)
     names = [(row, position) for row, (start, count, _) in enumerate(rows) for position in range(start, start + count)]
-    parts = prompt_parts(batch, LIMIT) or PromptParts((), batch, torch.arange(batch.tokens))
+    parts = prompt_parts(batch) or PromptParts((), batch, torch.arange(batch.tokens))
     found: dict[tuple[int, int], str] = {}
     for group in parts.groups:
         tokens = range(batch.tokens) if group.tokens is None else group.tokens.tolist()
@@ -173,51 +171,18 @@ def form_of(rows: list[tuple[int, int, bool]]) -> dict[tuple[int, int], str]:
 
 def test_the_form_follows_from_kind_and_position_alone() -> None:
     rng = np.random.default_rng(3)
-    for _ in range(60):
-        rows = []
-        for _ in range(int(rng.integers(1, 7))):
-            generated, start = bool(rng.random() < 0.3), int(rng.integers(0, 60))
-            rows.append((start, 1 if generated else int(rng.integers(1, 40)), generated))
-        for (row, position), form in form_of(rows).items():
-            wanted = "expanded" if position < LIMIT and not rows[row][2] else "absorbed"
-            assert form == wanted, (rows, row, position)
-
-
-@pytest.mark.parametrize("kv", [BF16, FP8], ids=str)
-def test_bits_on_a_cpu_do_not_follow_the_division_of_a_prompt(kv: torch.dtype) -> None:
-    """A prompt in one step, in several, and in company, beyond the position up to which it is expanded."""
-    if problem := CPU.cpu_kernels_problem:
-        pytest.skip(problem)
-    attention, ops, count = CpuAttention(), CpuOperations(CPU), EXPANDED_TOKENS_ON_CPU + 40
-    layer, rows = layer_of(3, dtype=BF16), [(0, count, False)]
-    pool = cache_of(rows, kv)
-
-    def part(start: int, end: int, *others: tuple[int, int, bool]) -> torch.Tensor:
-        asked = [(start, end - start, False), *others]
-        batch = batch_of([(0, end, False), *others])
-        starts, counts = (np.array([row[place] for row in asked], np.int32) for place in (0, 1))
-        generated = np.array([row[2] for row in asked])
-        tables = batch.tables.astype(np.int32)
-        if not others:
-            tables = batch_of(rows).tables.astype(np.int32)
-        cache = pool if not others else cache_of([(0, end, False), *others], kv)
-        step = PagedBatch.build(tables, starts, counts, BLOCK_SIZE, CPU, generated)
-        return attend(attention, layer, asked, step, cache, ops)[: end - start]
-
-    whole = part(0, count)
-    assert attention.expanded_spaces is not None and attention.expanded_spaces._made
-    cuts = (0, 64, 900, EXPANDED_TOKENS_ON_CPU - 1, EXPANDED_TOKENS_ON_CPU + 8, count)
-    assert torch.equal(torch.cat([part(*each) for each in pairwise(cuts)]), whole)
-    assert torch.equal(part(0, count, (60, 1, True), (3, 70, False)), whole)
-    attention.expanded_spaces = None
-    want = part(0, count).float()
-    assert float((whole.float() - want).abs().max()) < 0.06 * float(want.abs().max())
-
-
-def test_prompts_in_float32_stay_absorbed_on_a_cpu() -> None:
-    attention = CpuAttention()
-    run(attention, layer_of(2), [(0, 9, False)], F32, CpuOperations(CPU))
-    assert attention.expanded_spaces is not None and not attention.expanded_spaces._made
+    with patch.object(expanded_space, "EXPANDED_TOKENS_MAX", LIMIT):
+        for _ in range(60):
+            rows = []
+            for _ in range(int(rng.integers(1, 7))):
+                generated, start = bool(rng.random() < 0.3), int(rng.integers(0, 60))
+                rows.append((start, 1 if generated else int(rng.integers(1, 40)), generated))
+            for (row, position), form in form_of(rows).items():
+                assert form == ("expanded" if position < LIMIT and not rows[row][2] else "absorbed"), (
+                    rows,
+                    row,
+                    position,
+                )
 
 
 def test_latents_are_read_in_the_models_dtype() -> None:
