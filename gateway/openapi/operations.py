@@ -25,6 +25,8 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 OPENMETRICS = "application/openmetrics-text"
 Schema = Mapping[str, Any]
 STRING: Schema = {"type": "string"}
+# Readers of the document take it as the schema of the whole stream, or of each event.
+STREAM: Schema = {"description": "Server-sent events."}
 INTEGER: Schema = {"type": "integer"}
 ANY: Schema = {}
 
@@ -122,7 +124,7 @@ _READY = _object(ready={"type": "boolean"}, reason=STRING)
 
 
 def _whole(schema: Schema, *, streams: bool = False) -> Mapping[str, Mapping[str, Schema]]:
-    return {"200": {JSON: schema, **({EVENTS: STRING} if streams else {})}}
+    return {"200": {JSON: schema, **({EVENTS: STREAM} if streams else {})}}
 
 
 OPERATIONS = (
@@ -411,7 +413,7 @@ OPERATIONS = (
     Operation("get", "/livez", "Check whether this process is alive.", answers=_whole(_object())),
     Operation("get", "/version", "The version of kvforge.", answers=_whole(_object(version=STRING))),
     Operation("get", "/metrics", "Metrics for Prometheus.", answers={"200": {TEXT: STRING, OPENMETRICS: STRING}}),
-    Operation("get", "/page/events", "Stream the state that the live page shows.", answers={"200": {EVENTS: STRING}}),
+    Operation("get", "/page/events", "Stream the state that the live page shows.", answers={"200": {EVENTS: STREAM}}),
     Operation(
         "get",
         "/page/explain",

@@ -108,3 +108,17 @@ def test_every_other_path_of_an_unready_gateway_answers_as_it_is_documented(oper
     app = make_app(folder, Access(folder))
     statuses = ask(app, label_of(operation), GenerationMode.POSITIVE, DOCUMENTED, UNREADY_EXAMPLES)
     assert statuses and statuses <= {200, 400, 503}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_stream_is_as_documented(path: str, tmp_path: Path) -> None:
+    """Examples of the tests above seldom stream."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", scripted(tmp_path))
+    said: dict[str, Any] = (
+        {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    said = {"input": "a", "max_output_tokens": 8} if path == "/v1/responses" else {"max_tokens": 8, **said}
+    case = schema[path]["POST"].Case(body={"model": NAME, "stream": True, **said}, media_type="application/json")
+    answer = case.call(base_url="http://localhost")
+    assert answer.headers["content-type"][0].startswith("text/event-stream") and b"data: " in answer.content
+    case.validate_response(answer, checks=[not_a_server_error, *DOCUMENTED])
