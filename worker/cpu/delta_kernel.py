@@ -13,17 +13,14 @@ import math
 import numpy as np
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
-from kvforge.worker.cpu.rows import item_bytes, load_any, narrow, read_any, spread, widen, write_any
+from kvforge.worker.cpu.rows import item_bytes, load_any, memory_of, narrow, read_any, spread, widen, write_any
 from kvforge.worker.cpu.vector import (
-    BFLOAT16,
-    FLOAT16,
     FLOAT32,
     LANES,
     add,
     divide,
     exp,
     fma,
-    loading,
     maximum,
     multiply,
     next_ticket,
@@ -33,7 +30,6 @@ from kvforge.worker.cpu.vector import (
     read_integer32,
     reading_integers,
     spreading,
-    storing,
     subtract,
     total,
     write_float,
@@ -60,29 +56,6 @@ def inverse_length(row, code, count):
         x = read_any(row + size * index, code)
         summed += x * x
     return F(1) / F(math.sqrt(summed + F(SUM_MIN)))
-
-
-def memory_of(lanes):
-    """Make load(address, code) and store(address, vector, code) for vectors of this many lanes."""
-    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-
-    @part
-    def load(address, code):
-        if code == FLOAT32:
-            return load_32(address)
-        return load_brain(address) if code == BFLOAT16 else load_16(address)
-
-    @part
-    def store(address, vector, code):
-        if code == FLOAT32:
-            store_32(address, vector)
-        elif code == BFLOAT16:
-            store_brain(address, vector)
-        else:
-            store_16(address, vector)
-
-    return load, store
 
 
 def advancing(lanes, by_line):

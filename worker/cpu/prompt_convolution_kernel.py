@@ -10,23 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
-from kvforge.worker.cpu.rows import item_bytes
+from kvforge.worker.cpu.rows import item_bytes, memory_of
 from kvforge.worker.cpu.vector import (
-    BFLOAT16,
-    FLOAT16,
     FLOAT32,
     LANES,
     add,
     divide,
     exp,
-    loading,
     multiply,
     next_ticket,
     read_integer,
     read_integer32,
     reading_integers,
     spreading,
-    storing,
     subtract,
 )
 
@@ -39,32 +35,19 @@ read_10 = reading_integers(10)
 
 def convolving(lanes):
     """Make the procedures convolve(...), of `lanes` channels of one token, and keep(...), of its inputs."""
-    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-    spread = spreading(lanes)
-
-    @part
-    def load(address, code):
-        if code == FLOAT32:
-            return load_32(address)
-        return load_brain(address) if code == BFLOAT16 else load_16(address)
+    (load, store), spread = memory_of(lanes), spreading(lanes)
 
     @part
     def rounded(place, vector, code):
         """Round a vector to a dtype. place: the memory to do it in."""
-        if code == FLOAT32:
-            return vector
-        if code == BFLOAT16:
-            store_brain(place, vector)
-            return load_brain(place)
-        store_16(place, vector)
-        return load_16(place)
+        store(place, vector, code)
+        return load(place, code)
 
     @part
     def input_of(token, x, stride, channels, channel, code, gated, before, taps, place):
         """Return the inputs of a row's token; negative: of the state before the row."""
         if token < 0:
-            return load_32(before + 4 * (channels * (taps + token) + channel))
+            return load(before + 4 * (channels * (taps + token) + channel), FLOAT32)
         size = item_bytes(code)
         given = x + stride * token + size * channel
         if gated == 0:
@@ -84,9 +67,9 @@ def convolving(lanes):
             numbers = input_of(other, x, stride, channels, channel, code, gated, before, taps, place)
             if state_code != FLOAT32 and other >= 0 and (start + other) // ROUNDED_EACH != chunk:
                 numbers = rounded(place, numbers, state_code)
-            summed = add(summed, multiply(load_32(factors + 4 * (channels * tap + channel)), numbers))
+            summed = add(summed, multiply(load(factors + 4 * (channels * tap + channel), FLOAT32), numbers))
         if bias != 0:
-            summed = add(summed, load_32(bias + 4 * channel))
+            summed = add(summed, load(bias + 4 * channel, FLOAT32))
         summed = rounded(place, summed, code)
         if silu != 0:
             summed = divide(summed, add(spread(F(1)), exp(subtract(spread(F(0)), summed))))
@@ -94,17 +77,12 @@ def convolving(lanes):
         if gated != 0:
             gate = load(x + stride * token + size * (channels + channel), code)
             summed = multiply(summed, gate)
-        if code == FLOAT32:
-            store_32(place, summed)
-        elif code == BFLOAT16:
-            store_brain(place, summed)
-        else:
-            store_16(place, summed)
+        store(place, summed, code)
 
     @part
     def keep(token, x, stride, channels, channel, taps, code, gated, before, after, tap):
         place = after + 4 * (channels * tap + channel)
-        store_32(place, input_of(token, x, stride, channels, channel, code, gated, before, taps, place))
+        store(place, input_of(token, x, stride, channels, channel, code, gated, before, taps, place), FLOAT32)
 
     return convolve, keep
 

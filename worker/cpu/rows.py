@@ -41,6 +41,29 @@ def item_bytes(code):
     return 2 if code in (FLOAT16, BFLOAT16) else 1
 
 
+def memory_of(lanes):
+    """Make load(address, code) and store(address, vector, code) for vectors of this many lanes."""
+    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
+
+    @part
+    def load(address, code):
+        if code == FLOAT32:
+            return load_32(address)
+        return load_brain(address) if code == BFLOAT16 else load_16(address)
+
+    @part
+    def store(address, vector, code):
+        if code == FLOAT32:
+            store_32(address, vector)
+        elif code == BFLOAT16:
+            store_brain(address, vector)
+        else:
+            store_16(address, vector)
+
+    return load, store
+
+
 @part
 def load_any(address, code):
     """16 numbers."""

@@ -12,10 +12,18 @@ import math
 import numpy as np
 
 from kvforge.worker.cpu.kernel import cpu_kernel, part
-from kvforge.worker.cpu.rows import item_bytes, load_any, read_any, spread, spread_one, store_any, widen, write_any
+from kvforge.worker.cpu.rows import (
+    item_bytes,
+    load_any,
+    memory_of,
+    read_any,
+    spread,
+    spread_one,
+    store_any,
+    widen,
+    write_any,
+)
 from kvforge.worker.cpu.vector import (
-    BFLOAT16,
-    FLOAT16,
     FLOAT32,
     LANES,
     add,
@@ -23,7 +31,6 @@ from kvforge.worker.cpu.vector import (
     exp,
     first_lane,
     fma,
-    loading,
     multiply,
     next_ticket,
     read_double,
@@ -31,7 +38,6 @@ from kvforge.worker.cpu.vector import (
     read_integer32,
     reading_integers,
     spreading,
-    storing,
     subtract,
     total,
     write_float,
@@ -187,28 +193,15 @@ def prepare_spaces(arguments):
 
 def opening(lanes):
     """Make the procedure that adds the skip to `lanes` results, rounds and gates them."""
-    load_32, load_16, load_brain = (loading(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-    store_32, store_16, store_brain = (storing(lanes, code) for code in (FLOAT32, FLOAT16, BFLOAT16))
-    spread_out = spreading(lanes)
-
-    @part
-    def load(address, code):
-        if code == FLOAT32:
-            return load_32(address)
-        return load_brain(address) if code == BFLOAT16 else load_16(address)
+    (load, store), spread_out = memory_of(lanes), spreading(lanes)
 
     @part
     def open_some(source, target, x, given, skip, code):
-        found = add(load_32(source), multiply(spread_out(skip), load(x, code)))
-        if code == BFLOAT16:
-            store_brain(target, found)
-            found = load_brain(target)
-        elif code == FLOAT16:
-            store_16(target, found)
-            found = load_16(target)
+        found = add(load(source, FLOAT32), multiply(spread_out(skip), load(x, code)))
+        store(target, found, code)
         gate = load(given, code)
         silu = divide(gate, add(spread_out(F(1)), exp(subtract(spread_out(F(0)), gate))))
-        store_32(target, multiply(found, silu))
+        store(target, multiply(load(target, code), silu), FLOAT32)
 
     return open_some
 

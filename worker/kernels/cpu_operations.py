@@ -17,13 +17,13 @@ from kvforge.worker.cpu.kernel import threads_for
 from kvforge.worker.cpu.layer_kernels import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm, norm
 from kvforge.worker.cpu.selective_kernel import NUMBERS_PER_US as SELECTIVE_NUMBERS_PER_US
 from kvforge.worker.cpu.selective_kernel import advance_selective
-from kvforge.worker.cpu.state_space_kernel import advance_state_space, group_norm
+from kvforge.worker.cpu.state_space_kernel import advance_state_space
 from kvforge.worker.cpu.vector import CODES
 from kvforge.worker.device.device import Device
 
 from .activations import SILU, Activation
 from .cpu_decoder import CpuDecoder, can_decode, is_decodes
-from .cpu_prompts import CpuPrompts
+from .cpu_prompts import CpuPrompts, finished
 from .interface import DecoderParts
 from .layer_weights import Norm
 from .packed import PackedOperations
@@ -265,7 +265,7 @@ class CpuOperations(PackedOperations):
             return super().advance_state_space(inputs, states, space)
         rows, size, code = len(mixed), mixed.itemsize, CODES[mixed.dtype]
         gated = torch.empty((rows, len(weight)))
-        found = torch.empty_like(gated, dtype=mixed.dtype)
+        rounded = torch.empty_like(gated, dtype=mixed.dtype)
         head_bytes = space.head_size * space.state_size * state.stored.itemsize
         advance_state_space(
             threads_for(rows * math.prod(space.state) / STATE_NUMBERS_PER_US),
@@ -279,7 +279,7 @@ class CpuOperations(PackedOperations):
             biases=space.biases.data_ptr(),
             skips=space.skips.data_ptr(),
             target=gated.data_ptr(),
-            rounded=found.data_ptr(),
+            rounded=rounded.data_ptr(),
             rows=rows,
             heads=space.heads,
             groups=space.groups,
@@ -294,20 +294,7 @@ class CpuOperations(PackedOperations):
             whole=int(state.unit_bytes(states.memory.shape[1]) == head_bytes),
             state_code=CODES[state.stored],
         )
-        if not space.normalises:
-            return found.copy_(gated)
-        group_norm(
-            _threads(gated),
-            source=gated.data_ptr(),
-            target=found.data_ptr(),
-            weight=weight.data_ptr(),
-            rows=rows,
-            groups=space.groups,
-            count=len(weight) // space.groups,
-            code=code,
-            epsilon=space.epsilon,
-        )
-        return found
+        return finished(gated, space, mixed.dtype)
 
     def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
         """Implement `StateOperations.advance_selective`."""

@@ -172,21 +172,7 @@ class CpuPrompts(PlainPrompts):
             width=held.width,
             code=code,
         )
-        found = torch.empty_like(gated, dtype=mixed.dtype)
-        if not space.normalises:
-            return found.copy_(gated)
-        group_norm(
-            threads,
-            source=gated.data_ptr(),
-            target=found.data_ptr(),
-            weight=weight.data_ptr(),
-            rows=tokens,
-            groups=space.groups,
-            count=len(weight) // space.groups,
-            code=code,
-            epsilon=space.epsilon,
-        )
-        return found
+        return finished(gated, space, mixed.dtype)
 
     def advance_selective(self, inputs: SelectiveInputs, states: StateRows, space: SelectiveSpace) -> torch.Tensor:
         """Implement `StateOperations.advance_selective`."""
@@ -257,6 +243,25 @@ class _Held:
         """Their addresses by the kernels' names."""
         names = ("queries", "keys", "values", "decays", "factors")
         return {name: getattr(self, name).data_ptr() for name in names}
+
+
+def finished(gated: torch.Tensor, space: StateSpace, dtype: torch.dtype) -> torch.Tensor:
+    """Compute `state_space.finish` by a kernel, on y silu(gate) [tokens, heads x head_size] float32."""
+    found = torch.empty_like(gated, dtype=dtype)
+    if not space.normalises:
+        return found.copy_(gated)
+    group_norm(
+        threads_for(gated.numel() / SPACE_INPUTS_PER_US),
+        source=gated.data_ptr(),
+        target=found.data_ptr(),
+        weight=space.weight.data_ptr(),
+        rows=len(gated),
+        groups=space.groups,
+        count=len(space.weight) // space.groups,
+        code=CODES[dtype],
+        epsilon=space.epsilon,
+    )
+    return found
 
 
 def _are_rows(tensors: tuple[torch.Tensor, ...]) -> bool:
