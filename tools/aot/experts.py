@@ -13,7 +13,7 @@ import torch
 
 from kvforge.worker.device.target import Target
 from kvforge.worker.kernels.activations import SILU, Activation
-from kvforge.worker.kernels.expert_sort import RANKED_MAX, Blocks, sort_by_expert
+from kvforge.worker.kernels.expert_sort import FEW, RANKED_MAX, Blocks, sort_by_expert
 from kvforge.worker.kernels.grouped import Gating, multiply_down, multiply_up, sum_places
 from kvforge.worker.kernels.grouped_tiles import tiles_for, tokens_per_block
 from kvforge.worker.kernels.router import Router
@@ -41,7 +41,7 @@ class Layout:
 EVEN, UNEVEN, OSS = Layout(2048, 768), Layout(1000, 1000), Layout(2880, 2880, oss=True)
 SHARED = Layout(2048, 768, shared=True)
 USES = (*product((BF16, F16), (EVEN, SHARED)), (BF16, UNEVEN), (BF16, OSS), (F32, EVEN), (F32, SHARED))
-EXPERTS = (8, 32, 128, 256)
+EXPERTS = (8, 32, 128, 256, 512)
 CHOSEN = (2, 4, 8)
 SUMMED = (*CHOSEN, 9)  # with a shared expert of ranks
 OSS_GATING = Gating(Activation("clamped_swiglu", 1.702, 7.0), interleaved=True)
@@ -71,7 +71,9 @@ def route_configurations(target: Target) -> list[Configuration]:
 
 def rank_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `rank_kernel` on `target`."""
-    return distinct(_sort(target, *each, RANKED_MAX // 8) for each in product(EXPERTS, _block_sizes(target)))
+    return distinct(
+        _sort(target, *each) for each in product(EXPERTS, _block_sizes(target), (FEW // 8, RANKED_MAX // 8))
+    )
 
 
 def divide_configurations(target: Target) -> list[Configuration]:

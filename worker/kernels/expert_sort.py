@@ -19,9 +19,10 @@ from kvforge.worker.device.overlap import launch_options, let_next_start, wait_f
 from .launching import Launching
 
 RANKED_MAX = 8192  # more pairs are sorted by torch: ranking takes time in proportion to their square
-RANKED = 64  # pairs that one program ranks
-COMPARED = 128  # pairs that they are compared with at a time
-COUNTED = 32  # the same for experts
+RANKED = 16  # pairs that one program ranks
+FEW = 512  # up to so many pairs, the smaller of these sizes is faster (benchmarks/NOTES.md)
+COMPARED = 128, 512  # pairs that those of a program are compared with at a time
+COUNTED = 512, 1024  # pairs that are counted at a time
 FIELDS = tl.constexpr(4)  # of a block: expert (-1: empty), begin, end, unused
 EMPTIED = tl.constexpr(128)  # blocks of shared experts, or without pairs, that are written at a time
 NO_EXPERT = tl.constexpr(0x7FFFFFFF)  # larger than the number of any expert
@@ -100,33 +101,36 @@ def rank_kernel(
 
     The first program writes the blocks. chosen: [pairs] int32, the pairs' experts. order: [pairs] int32. blocks:
     [count, 4] int32. experts: without the shared ones. TOKENS: pairs of a block. EXPERTS: a power of two that holds
-    `experts`.
+    `experts`. RANKED, COMPARED, COUNTED: pairs of a program, and of its steps.
     """
     let_next_start(OVERLAP)
     wait_for_inputs(OVERLAP)
     if tl.program_id(0) == 0:
-        expert = tl.arange(0, EXPERTS)
-        begin = tl.zeros([EXPERTS], tl.int32)
-        sizes = tl.zeros([EXPERTS], tl.int32)
+        # As many bins again, for what is none of these experts.
+        expert = tl.arange(0, 2 * EXPERTS)
+        sizes = tl.zeros([2 * EXPERTS], tl.int32)
+        away = tl.zeros([COUNTED], tl.int32)
         for start in range(0, pairs, COUNTED):
             places = start + tl.arange(0, COUNTED)
-            others = tl.load(chosen + places, mask=places < pairs, other=EXPERTS)
-            begin += tl.sum((others[None, :] < expert[:, None]).to(tl.int32), 1)
-            sizes += tl.sum((others[None, :] == expert[:, None]).to(tl.int32), 1)
-        sizes = tl.where(expert < experts, sizes, 0)  # the shared ones' numbers may be below EXPERTS
+            found = tl.load(chosen + places, mask=places < pairs, other=NO_EXPERT)
+            away += (found < 0).to(tl.int32)
+            sizes += tl.histogram(tl.where((found >= 0) & (found < experts), found, EXPERTS), 2 * EXPERTS)
+        sizes = tl.where(expert < experts, sizes, 0)
+        begin = tl.sum(away, 0) + tl.cumsum(sizes, 0) - sizes
         first = _write_shared(blocks, tokens, experts, shared, pairs - shared * tokens, TOKENS)
         _write_blocks(blocks + first * FIELDS, count - first, begin, sizes, expert, TOKENS)
     else:
         mine = (tl.program_id(0) - 1) * RANKED + tl.arange(0, RANKED)
         wanted = tl.load(chosen + mine, mask=mine < pairs, other=0)
-        place = tl.zeros([RANKED], tl.int32)
+        # Summed over the compared pairs at the end: a sum across threads each time would take longer.
+        before = tl.zeros([RANKED, COMPARED], tl.int32)
         for start in range(0, pairs, COMPARED):
             places = start + tl.arange(0, COMPARED)
             others = tl.load(chosen + places, mask=places < pairs, other=NO_EXPERT)
             less = others[None, :] < wanted[:, None]
-            before = (others[None, :] == wanted[:, None]) & (places[None, :] < mine[:, None])
-            place += tl.sum((less | before).to(tl.int32), 1)
-        tl.store(order + place, mine, mask=mine < pairs)
+            earlier = (others[None, :] == wanted[:, None]) & (places[None, :] < mine[:, None])
+            before += (less | earlier).to(tl.int32)
+        tl.store(order + tl.sum(before, 1), mine, mask=mine < pairs)
 
 
 @triton.jit(do_not_specialize=["count", "tokens", "experts", "shared"])
@@ -198,8 +202,8 @@ def sort_by_expert(
         shared,
         **sizes,
         RANKED=RANKED,
-        COMPARED=COMPARED,
-        COUNTED=COUNTED,
+        COMPARED=COMPARED[pairs > FEW],
+        COUNTED=COUNTED[pairs > FEW],
         num_warps=4,
         **launch_options(launch.overlap),
     )

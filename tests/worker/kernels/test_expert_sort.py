@@ -12,6 +12,7 @@ from triton import knobs
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels.expert_sort import RANKED_MAX, Blocks, blocks_max, sort_by_expert
 from kvforge.worker.kernels.launching import LaunchSettings
+from kvforge.worker.kernels.router import AWAY
 
 pytestmark = pytest.mark.skipif(not knobs.runtime.interpret, reason="only under Triton's interpreter")
 LAUNCH = LaunchSettings(TARGETS["sm_90"])
@@ -30,7 +31,11 @@ def covered(found: Blocks, experts: torch.Tensor, size: int, first: int = 0) -> 
     assert places == [*range(first, len(experts)), *range(first)]
 
 
-@pytest.mark.parametrize(("tokens", "width", "experts"), [(2, 1, 1), (2, 8, 8), (70, 3, 5), (65, 1, 128), (9, 2, 200)])
+# Up to FEW pairs, and more; up to so many as are counted at a time, and more.
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts"),
+    [(2, 1, 1), (2, 8, 8), (70, 3, 5), (65, 1, 128), (9, 2, 200), (64, 8, 128), (130, 4, 300), (520, 4, 6)],
+)
 @pytest.mark.parametrize("size", [16, 64])
 def test_pairs_are_sorted(tokens: int, width: int, experts: int, size: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
@@ -42,6 +47,19 @@ def test_pairs_are_sorted(tokens: int, width: int, experts: int, size: int) -> N
 def test_crowded_experts(experts: list[int]) -> None:
     chosen = torch.tensor(experts, dtype=torch.int32)[:, None]
     covered(sort_by_expert(LAUNCH, chosen, 8, 16), chosen.flatten().long(), 16)
+
+
+@pytest.mark.parametrize("tokens", [40, 600])
+def test_pairs_of_other_ranks_come_first_and_are_in_no_block(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, 7, generator=generator).topk(2).indices.int() - 3
+    chosen[chosen < 0] = AWAY
+    found, flat = sort_by_expert(LAUNCH, chosen, 4, 16), chosen.flatten().long()
+    assert torch.equal(found.order.long(), flat.sort(stable=True).indices)
+    used = found.blocks[found.blocks[:, 0] >= 0].tolist()
+    places = [place for _, begin, end, _ in used for place in range(begin, end)]
+    assert places == list(range(int((flat < 0).sum()), len(flat)))
+    assert all(set(flat[found.order[begin:end].long()].tolist()) == {expert} for expert, begin, end, _ in used)
 
 
 def test_many_pairs_are_sorted_by_torch() -> None:
