@@ -1,7 +1,7 @@
 """Root mean square norms, fused with the operation before: the embedding, or the sum of a layer's output and input.
 
-One program handles one token (or one head of one token). Numbers are rounded where `plain` rounds them. Widths are in
-units of HEAD_UNIT numbers, so that the compiler knows that rows are aligned for wide loads.
+One program handles one token (or HEAD_TILE heads of one token). Numbers are rounded where `plain` rounds them. Widths
+are in units of HEAD_UNIT numbers, so that the compiler knows that rows are aligned for wide loads.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 from kvforge.worker.device.target import HEAD_UNIT, head_class, in_units
 
@@ -17,6 +18,7 @@ from .launching import Launching
 
 BLOCK_MIN = 1024
 THREADS_MAX = 1024  # limit of a program on every GPU
+HEAD_TILE = 8  # heads of a program: with one, 256 tokens are thousands of programs of one warp
 PARTS_EXACT = 4  # up to this many parts, each number is a compilation; beyond, each power of two
 _UNIT, _PARTS_EXACT = tl.constexpr(HEAD_UNIT), tl.constexpr(PARTS_EXACT)
 
@@ -86,30 +88,35 @@ def add_norm_kernel(
     tl.store(output + place, normed.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kv_heads"])
 def head_norm_kernel(
     projected,
     query_weight,
     key_weight,
     token_stride,
+    kv_heads,
     head_size,
     epsilon,
     HEADS: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [tokens, heads + kv_heads]. See LayerOperations.head_norm."""
+    """Grid: [tokens, tiles of TILE heads]. See LayerOperations.head_norm."""
     let_next_start(OVERLAP)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, BLOCK)
     inside = columns < head_size
-    weight = query_weight if head < HEADS else key_weight
-    w = tl.load(weight + columns, mask=inside, other=0.0)
+    of_query = tl.load(query_weight + columns, mask=inside, other=0.0)
+    of_key = tl.load(key_weight + columns, mask=inside, other=0.0)
+    w = tl.where((head < HEADS)[:, None], of_query[None, :], of_key[None, :])
+    mask = (head < HEADS + kv_heads)[:, None] & inside[None, :]
     wait_for_inputs(OVERLAP)
-    place = tl.program_id(0).to(tl.int64) * token_stride + head * head_size + columns
-    x = tl.load(projected + place, mask=inside, other=0.0)
-    normed = _normed(x.to(tl.float32), w, head_size, epsilon)
-    tl.store(projected + place, normed.to(projected.dtype.element_ty), mask=inside)
+    place = tl.program_id(0).to(tl.int64) * token_stride + (head[:, None] * head_size + columns[None, :])
+    x = tl.load(projected + place, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / head_size + epsilon)
+    normed = (x * scale[:, None]).to(w.dtype).to(tl.float32) * w.to(tl.float32)
+    tl.store(projected + place, normed.to(projected.dtype.element_ty), mask=mask)
 
 
 def embed_norm(
@@ -170,16 +177,18 @@ def head_norm(
 ) -> None:
     """Implement `LayerOperations.head_norm`."""
     head_size = len(query_weight)
-    head_norm_kernel[(len(projected), heads + kv_heads)](
+    head_norm_kernel[(len(projected), ceil_div(heads + kv_heads, HEAD_TILE))](
         projected,
         query_weight,
         key_weight,
         projected.stride(0),
+        kv_heads,
         head_size,
         epsilon,
         HEADS=heads,
+        TILE=HEAD_TILE,
         BLOCK=head_class(head_size),
-        num_warps=warps_of(head_class(head_size), launch.target.warp_size),
+        num_warps=warps_of(HEAD_TILE * head_class(head_size), launch.target.warp_size),
         **launch_options(launch.overlap),
     )
 
