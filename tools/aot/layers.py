@@ -33,7 +33,7 @@ NARROW = (BF16, F16)
 FLOATS = (*NARROW, F32)
 # Factors of the dispatcher's choice. Each size occurs with a multiple of 16 and with another number.
 TOKENS = (1, 32, 64)
-MANY = 300  # tokens that only routers have a kernel for
+MANY = (2000, 5000)  # tokens that only routers have a kernel for
 SIZES = (
     *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: multiples of every tile, and of none
     *((1008, 1008), (1000, 1008), (1008, 1000), (1000, 1000)),
@@ -71,7 +71,7 @@ def linear_configurations(target: Target) -> list[Configuration]:
         *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
     )
     made = [_product(*each) for each in every]
-    many = product(both, NARROW, (MANY,), ROUTERS, USES[:3], (False, True), (False,))
+    many = product(both, NARROW, MANY, ROUTERS, USES[:3], (False, True), (False,))
     made += [_product(*each) for each in many]
     made += [_product(target, BF16, 1, SIZES[0], kind, False, False) for kind in ACTIVATED]
     return distinct(each for each in made if each is not None)

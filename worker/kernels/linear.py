@@ -262,7 +262,7 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     if target.backend == "cuda" and not target.matrix:
         return None  # the library has matrix instructions there, the compiler does not
     if measured and target.steady and not gated and 16 <= n <= ROUTER_MAX and n % 16 == 0 and k % 64 == 0:
-        return _router_tiles(tokens, n, k)
+        return _router_tiles(tokens, n, k, target.multiprocessors)
     # The library has other kernels for few results and for rows that are not aligned, by the number of tokens.
     if target.steady and not gated and (n <= FEW or n % ALIGNED or k % ALIGNED):
         tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)
@@ -289,17 +289,20 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
 
 
-def _router_tiles(tokens: int, n: int, k: int) -> LinearTiles:
+def _router_tiles(tokens: int, n: int, k: int, multiprocessors: int) -> LinearTiles:
     """Return the tiles for so few results that taller ones would leave the weight to a few multiprocessors.
 
     With two warps the matrix instruction is the same for any number of rows and tokens, so the library is never used.
+    The smallest tiles whose programs run at once are the fastest (benchmarks/NOTES.md).
     """
     depth = 128 if k % 128 == 0 else 64
     ahead = 8 if k >= 8 * depth else 0
-    if tokens > MEASURED_TOKENS_MAX and n % 64 == 0:
-        return LinearTiles(64, depth, 32, 1, 2, 3, prefetch=ahead)
-    columns = min(64, max(16, triton.next_power_of_2(tokens)))
-    return LinearTiles(16, depth, columns, 1, 2, 8 if columns <= 32 else 4, prefetch=ahead)
+    at_once = 2 * multiprocessors
+    if n // 16 * ceil_div(tokens, 16) <= at_once:
+        return LinearTiles(16, depth, 16, 1, 2, 4, prefetch=ahead)
+    if n % 64 or n // 16 * ceil_div(tokens, 64) <= at_once:
+        return LinearTiles(16, depth, 64, 1, 2, 4, prefetch=ahead)
+    return LinearTiles(64, depth, 32, 1, 2, 3, prefetch=ahead)
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:
