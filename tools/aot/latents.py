@@ -22,7 +22,7 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn)  # with queries of bfloat16, in th
 SIZES = ((512, 64), (256, 64), (512, 32), (256, 32))  # latents and rotary keys: of each class whole, and padded
 HEADS = (16, 32, 64)  # on Hopper the tiles of heads differ
 FAR = (False, True)  # whether the latents take 2 GiB or more
-BLOCK_SIZE, ROWS, ROWS_MERGED = 16, 1000, 100
+BLOCK_SIZE, ROWS, ROWS_MERGED = 16, 1000, (1, 5, 10, 100)  # few and many programs of a merge
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def hopper_configurations(target: Target) -> list[Configuration]:
 
 def merge_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `latent_merge_kernel` on `target`."""
-    return _all(target, "latent merge", "latent_merge_kernel", _decode)
+    return _all(target, "latent merge", "latent_merge_kernel", _merge)
 
 
 def prefill_configurations(target: Target) -> list[Configuration]:
@@ -98,9 +98,13 @@ def _scales(cache: torch.Tensor) -> torch.Tensor | None:
     return meta_tensor(*cache.shape[:3], dtype=F32) if cache.dtype in QUANTISED else None
 
 
-def _decode(target: Target, shape: Shape) -> None:
+def _merge(target: Target, shape: Shape) -> None:
+    for rows in ROWS_MERGED:
+        _decode(target, shape, rows)
+
+
+def _decode(target: Target, shape: Shape, rows: int = 1) -> None:
     heads, latent, cache = shape.heads, shape.latent, shape.cache()
-    rows = ROWS_MERGED if shape.far else 1  # few and many programs of a merge
     planner = latent_planner(rows, heads, latent, shape.dtype, target)
     workspace = LatentWorkspace.allocate(planner, heads, latent, torch.device("meta"))
     query, output = (meta_tensor(rows, heads, width, dtype=shape.dtype) for width in (latent + shape.rope, latent))

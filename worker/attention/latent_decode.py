@@ -91,6 +91,8 @@ def latent_decode(
     latent = output.shape[2]
     compute_items(query, cache, tables, planner, plan, output, workspace, scaling * LOG2_E, target, scales)
     columns = latent_class(latent) if rows * heads >= target.multiprocessors else MERGE_COLUMNS
+    # Results in flight. Room for many of them leaves a multiprocessor few programs, which counts where there are many.
+    stages = 16 if target.hopper and rows * heads <= 4 * target.multiprocessors else 4
     latent_merge_kernel[(rows * heads * ceil_div(latent, columns),)](
         plan[planner.merges :],
         workspace.partials,
@@ -99,7 +101,7 @@ def latent_decode(
         HEADS=heads,
         LATENT=latent,
         COLUMNS=columns,
-        STAGES=16 if target.hopper else 4,  # results in flight
+        STAGES=stages,
         CHAINED=target.chained,
         num_warps=columns // MERGE_COLUMNS,
         **({"launch_pdl": True} if target.chained else {}),
