@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvforge.process.installation import install_command
@@ -36,6 +37,23 @@ def check_device(field: str, device: str, devices: Path = Path("/dev")) -> None:
     if patterns and not any(any(devices.glob(pattern)) for pattern in patterns):
         files = ", ".join(str(devices / pattern) for pattern in patterns)
         raise InvalidConfiguration(field, f"is {device}, but this machine has no {MAKERS[device]} GPU (no {files})")
+
+
+def expects_gpu(device: str, devices: Path = Path("/dev")) -> bool:
+    """Return whether a worker with this setting of `device` will find a GPU, as far as is known before it starts.
+
+    Args:
+        device: As in worker.toml; "auto" means a GPU if the machine has one and the installed torch can use it.
+        devices: The folder of the device files.
+    """
+    if device != "auto":
+        return device in DEVICE_FILES
+    try:
+        of_cpus = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        of_cpus = False
+    shown = (any(devices.glob(pattern)) for patterns in DEVICE_FILES.values() for pattern in patterns)
+    return not of_cpus and any(shown)
 
 
 def check_threads(field: str, threads: int) -> None:

@@ -13,6 +13,8 @@ import tomli_w
 
 from kvforge.protocol.errors import InvalidConfiguration
 
+from .host import expects_gpu
+
 Value = str | int | float | bool
 Setting = Value | list[str] | dict[str, Value | list[str]]
 WORKERS_MAX = 64
@@ -20,7 +22,11 @@ DRAIN_S = 30.0
 STOP_S = 10.0
 WORKER_WATCHDOG_S = 120.0  # as in deploy/
 STEP_TIMEOUTS = 2  # a worker feeds its watchdog between steps
-BLOCK_SIZE, BLOCKS_PER_SEQUENCE_MAX = 16, 512  # the coordinator's defaults
+BLOCK_SIZE = 16  # the coordinator's default
+# As in deploy/: room for the context of most models, and on a GPU for as many requests as it needs to be busy.
+CONTEXT_TOKENS_MAX = 131_072
+GPU_STEP_ROWS_MAX, GPU_STEP_TOKENS_MAX = 256, 2048
+GPU_SEQUENCES_MAX, GPU_QUEUE_MAX = 1024, 4096
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Settings:
     """One installation in the foreground.
 
     `worker`, `limits`, `cache`, `schedule`, `journal`, `quotas` (by tenant), `tcp`, `access` and `kv_events` hold
-    settings that differ from the children's defaults.
+    settings that differ from the children's defaults. Sequences have room for CONTEXT_TOKENS_MAX tokens, and the steps
+    of workers on GPUs are those of deploy/, unless `limits` and `schedule` say otherwise.
 
     Attributes:
         state: state_dir and durability, if they differ from the defaults.
@@ -102,22 +109,40 @@ class Settings:
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        sections = {"limits": self._limits(), "cache": self.cache, "schedule": self.schedule, "journal": self.journal}
+        sections = {
+            "limits": self._limits(),
+            "cache": self.cache,
+            "schedule": self._schedule(),
+            "journal": self.journal,
+        }
         others = {"quotas": self.quotas, "tcp": self.tcp, "access": self.access, "kv_events": self.kv_events}
         return toml(top, {**sections, **others})
 
     def _limits(self) -> Mapping[str, Value]:
-        """Return [limits], with room for the longest sequence of the workers, unless the file names its blocks.
+        """Return [limits], with room for long sequences and, on GPUs, for many, unless the file says otherwise.
 
         Wrong values are left to the children, which name them.
         """
+        limits: dict[str, Value] = {}
         tokens, size = self.worker.get("context_tokens_max", 0), self.cache.get("block_size", BLOCK_SIZE)
-        if not isinstance(tokens, int) or not isinstance(size, int) or size < 1:
-            return self.limits
-        blocks = -(-tokens // size)
-        if blocks <= BLOCKS_PER_SEQUENCE_MAX:
-            return self.limits
-        return {"blocks_per_sequence_max": blocks, **self.limits}
+        if isinstance(tokens, int) and isinstance(size, int) and size > 0:
+            limits["blocks_per_sequence_max"] = -(-max(tokens, CONTEXT_TOKENS_MAX) // size)
+        if self._on_gpus:
+            # Twice what runs at once, so that clients can keep sequences too.
+            rows = self._schedule()["step_rows_max"]
+            if isinstance(rows, int):
+                limits["sequences_max"] = max(GPU_SEQUENCES_MAX, 2 * self.workers * rows)
+            limits["queue_max"] = GPU_QUEUE_MAX
+        return {**limits, **self.limits}
+
+    def _schedule(self) -> Mapping[str, Value]:
+        """Return [schedule], with steps for a GPU where the workers have GPUs, unless the file says otherwise."""
+        steps = {"step_tokens_max": GPU_STEP_TOKENS_MAX, "step_rows_max": GPU_STEP_ROWS_MAX}
+        return {**(steps if self._on_gpus else {}), **self.schedule}
+
+    @property
+    def _on_gpus(self) -> bool:
+        return expects_gpu(str(self.worker.get("device", "auto")))
 
     @property
     def processes(self) -> int:

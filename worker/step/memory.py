@@ -223,7 +223,8 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     if left < model.geometry.bytes_per_block:
         share = f" (memory_share = {config.memory_share:g} leaves {max(0, usable)})" if config.memory_share else ""
         raise GpuError(
-            f"{device.name} has {free} bytes free{share}; steps and graphs need {needed}, leaving no KV pool"
+            f"{device.name} has {free} bytes free{share}; steps and graphs need {needed}, leaving no KV pool: "
+            "lower schedule.step_tokens_max or schedule.step_rows_max, or give the weights fewer bits (weight_dtype)"
         )
     return model.geometry.blocks_for(left)
 

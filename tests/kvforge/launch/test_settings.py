@@ -6,12 +6,16 @@ import os
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvforge.launch import host
 from kvforge.launch.settings import Settings, toml
 from kvforge.protocol import errors
 from kvforge.protocol.configuration import convert
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_toml_survives_any_text() -> None:
@@ -52,12 +56,12 @@ def test_the_children_accept_what_is_written_for_them() -> None:
 @pytest.mark.parametrize(
     ("worker", "cache", "limits", "tokens"),
     [
-        ({}, {}, {}, 8192),
-        ({"context_tokens_max": 100}, {}, {}, 8192),
-        ({"context_tokens_max": 32768}, {}, {}, 32768),
-        ({"context_tokens_max": 32769}, {}, {}, 32784),
-        ({"context_tokens_max": 8192}, {"block_size": 4}, {}, 8192),
-        ({"context_tokens_max": 32768}, {"block_size": 64}, {}, 32768),
+        ({}, {}, {}, 131_072),
+        ({}, {"block_size": 64}, {}, 131_072),
+        ({"context_tokens_max": 100}, {}, {}, 131_072),
+        ({"context_tokens_max": 262_144}, {}, {}, 262_144),
+        ({"context_tokens_max": 262_145}, {}, {}, 262_160),
+        ({"context_tokens_max": 262_144}, {"block_size": 4}, {}, 262_144),
         ({"context_tokens_max": 32768}, {}, {"blocks_per_sequence_max": 10}, 160),
     ],
 )
@@ -69,6 +73,59 @@ def test_the_coordinator_holds_the_context_that_is_named(
     settings = Settings(model=Path("m"), runtime_dir=Path("/run/x"), worker=worker, cache=cache, limits=limits)
     coordinator = convert(tomllib.loads(settings.coordinator_file()), CoordinatorConfig)
     assert coordinator.cache.block_size * coordinator.limits.blocks_per_sequence_max == tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "tokens", "sequences", "queue"),
+    [
+        ({"worker": {"device": "cpu"}}, 64, 512, 256, 1024),
+        ({"worker": {"device": "cuda"}}, 256, 2048, 1024, 4096),
+        ({"worker": {"device": "hip"}, "workers": 8}, 256, 2048, 4096, 4096),
+        ({"worker": {"device": "cuda"}, "schedule": {"step_rows_max": 32}}, 32, 2048, 1024, 4096),
+        ({"worker": {"device": "cuda"}, "limits": {"sequences_max": 9, "queue_max": 7}}, 256, 2048, 9, 7),
+    ],
+)
+def test_steps_fit_the_device_of_the_workers(
+    settings: dict[str, Any], rows: int, tokens: int, sequences: int, queue: int
+) -> None:
+    from kvforge.coordinator.config import CoordinatorConfig
+
+    written = Settings(model=Path("m"), runtime_dir=Path("/run/x"), **settings).coordinator_file()
+    found = convert(tomllib.loads(written), CoordinatorConfig)
+    assert (found.schedule.step_rows_max, found.schedule.step_tokens_max) == (rows, tokens)
+    assert (found.limits.sequences_max, found.limits.queue_max) == (sequences, queue)
+
+
+def test_the_steps_of_a_gpu_are_those_of_the_service() -> None:
+    service = tomllib.loads((ROOT / "deploy" / "coordinator.toml").read_text())
+    found = tomllib.loads(
+        Settings(model=Path("m"), runtime_dir=Path("/run/x"), worker={"device": "cuda"}).coordinator_file()
+    )
+    for section, names in {
+        "schedule": ("step_rows_max", "step_tokens_max"),
+        "limits": ("sequences_max", "queue_max", "blocks_per_sequence_max"),
+    }.items():
+        assert {name: found[section][name] for name in names} == {name: service[section][name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "torch", "expected"),
+    [
+        ("auto", [], "2.13.0", False),
+        ("auto", ["nvidia0"], "2.13.0", True),
+        ("auto", ["kfd"], "2.13.0+rocm7.1", True),
+        ("auto", ["nvidia0"], "2.13.0+cpu", False),
+        ("cpu", ["nvidia0"], "2.13.0", False),
+        ("cuda", [], "2.13.0", True),
+    ],
+)
+def test_a_gpu_is_expected_where_a_worker_would_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, files: list[str], torch: str, *, expected: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(host, "version", lambda _: torch)
+    assert host.expects_gpu(device, tmp_path) is expected
 
 
 def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> None:
