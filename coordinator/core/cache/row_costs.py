@@ -65,6 +65,11 @@ class RowCosts:
         return self.plain_way != UNKNOWN and self.drafted_way != UNKNOWN
 
     @property
+    def few_drafted(self) -> bool:
+        """Whether fewer than two steps with drafts were measured: the first may have taken several times as long."""
+        return self.way_before == UNKNOWN
+
+    @property
     def has_times(self) -> bool:
         """Whether steps take a time that the worker measures."""
         return self.line.fixed + self.line.token >= UNIT

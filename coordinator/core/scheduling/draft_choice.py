@@ -8,8 +8,10 @@ right. A new request begins with the chances of its group's requests, and waits 
 steps with drafts and without were measured, a row gets one draft.
 
 Where drafts would pay if they cost nothing, and no number of them does, the group takes no proposals for a number of
-steps that doubles each time, as long as such trials take more than 1 / TRIALS of the time. The step after them has one
-draft of each row, so that costs are known anew. Where drafts pay, one step of 32 has none, for the same reason.
+steps that doubles each time. The step after the longest wait has one draft of each row, a trial: costs are known anew,
+and trials take at most 1 / TRIALS of the time. So has the step after any wait until two steps with drafts were
+measured. After other waits only drafts that pay begin, since their chances were learned meanwhile without cost. Where
+drafts pay, one step of 32 has none, for the same reason.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ..cache.row_costs import UNKNOWN, RowCosts
 from .draft_chances import Chances, Ranked, likeliest, ranked_of
 
 WAIT_FIRST, WAIT_MAX = 4, 1024  # steps without drafts
-TRIALS = 96  # trials that find nothing take at most 1 / TRIALS of the time
+TRIALS = 96  # trials take at most 1 / TRIALS of the time
 PLAIN_EVERY = 32  # steps, of which one has no drafts
 BEGIN_MARGIN = 4  # of drafts that begin within a wait
 LOOK_EVERY = 4  # results of a wait until the next look whether drafts pay now
@@ -68,7 +70,7 @@ def choose(
         asked: Some of the proposals were asked of a draft model.
     """
     ranked = ranked_of(tuple(wanted.values()), tuple([chances[slot] for slot in wanted]), 0)
-    costs, is_trial = group.row_costs, group.drafts_from > 0
+    costs, is_trial = group.row_costs, _is_trial(group, rows, wanted)
     if not asked:
         group.drafts_from = 0  # of lookup
     if not costs.has_times or (asked and group.model_drafts.trying):
@@ -112,7 +114,16 @@ def pays(
         return True
     if group.next_step < group.drafts_from:  # what was proposed meanwhile may have been right more often
         return best(costs, rows, ranked, margin=BEGIN_MARGIN) > 0
-    return group.drafts_from > 0 or _best_or_wait(group, rows, wanted, ranked) > 0
+    return _is_trial(group, rows, wanted) or _best_or_wait(group, rows, wanted, ranked) > 0
+
+
+def _is_trial(group: Group, rows: int, wanted: Mapping[int, int]) -> bool:
+    """Return whether the longest wait is over, or any while few steps with drafts were measured.
+
+    rows, wanted: see `choose`.
+    """
+    costs = group.row_costs
+    return group.drafts_from > 0 and (costs.few_drafted or group.draft_wait >= _longest_wait(costs, rows, wanted))
 
 
 def _best_or_wait(group: Group, rows: int, wanted: Mapping[int, int], ranked: Ranked) -> int:
