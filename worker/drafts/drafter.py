@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -115,6 +115,9 @@ class Drafter(Protocol):
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
         """Add tokens to the answer of a slot; a slot without proposals is ignored."""
+
+    def prepare(self, slots: Sequence[int], is_late: Callable[[], bool]) -> None:
+        """Do ahead what proposals for these slots need, in small pieces, until `is_late` returns True."""
 
     def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:
         """Propose the next tokens of each of the slots.

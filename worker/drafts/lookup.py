@@ -6,7 +6,7 @@ answers that repeat those of recent requests of the same tenant. `history` has t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,9 +18,10 @@ from .recent import RECENT_BYTES_MAX, RecentHistories
 
 HOST_BYTES_MAX = 256 << 20  # of the histories of slots
 HISTORY_MIN, HISTORY_MAX = 1024, 65_536  # tokens that a slot remembers
-# Tokens that one proposal indexes at most, in one or two ms of the host. A long prompt has many more, and so have rows
-# that begin together or come from steps that were too large for drafts.
-INDEXED_MAX = 8000
+# Tokens that one proposal indexes at most, in half a ms of the host: the next step of a GPU waits for that. A long
+# prompt has many more, and so have rows that begin together or come from steps that were too large for drafts. Most are
+# indexed before, while the device computes, in pieces.
+INDEXED_MAX, PIECE = 2000, 1000
 NO_HISTORY: tuple[int, History | None] = (0, None)
 
 
@@ -71,6 +72,12 @@ class LookupDrafter:
         if slot in self._of:
             self._of[slot][1].extend(tokens)
 
+    def prepare(self, slots: Sequence[int], is_late: Callable[[], bool]) -> None:
+        """Index tokens that wait; see `Drafter.prepare`."""
+        for history in self._searched(slots):
+            while history.waiting and not is_late():
+                history.catch_up(PIECE)
+
     def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:  # noqa: ARG002
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""
         return Proposals.of(self.found(slots))
@@ -93,18 +100,21 @@ class LookupDrafter:
         return {slot: tokens for slot, tokens in drafts.items() if tokens}
 
     def _catch_up(self, slots: Sequence[int]) -> None:
-        """Index the tokens that wait of the slots, and of the histories in which they are looked up, up to a limit."""
-        own = [of for slot in slots if (of := self._of.get(slot)) is not None and of[1].waiting]
-        numbers = {shared for shared, _ in own if shared}
-        histories = [history for _, history in own]
-        histories += [each for number in numbers for each in self._recent.newest(number) if each.waiting]
-        left = INDEXED_MAX
+        """Index the tokens that wait of the histories that are searched for the slots, up to a limit."""
+        histories, left = self._searched(slots), INDEXED_MAX
         for history in histories:
             if 0 < history.waiting < TOGETHER_MIN:
                 left -= history.catch_up(TOGETHER_MIN)
         for history in histories:
             while left > 0 and history.waiting:
                 left -= history.catch_up(left)
+
+    def _searched(self, slots: Sequence[int]) -> list[History]:
+        """Return the histories with tokens that wait: of the slots, and those in which these are looked up."""
+        own = [of for slot in slots if (of := self._of.get(slot)) is not None and of[1].waiting]
+        numbers = {shared for shared, _ in own if shared}
+        others = [each for number in numbers for each in self._recent.newest(number) if each.waiting]
+        return [*(history for _, history in own), *others]
 
     def forget(self) -> None:
         """Forget every slot and every request that has ended."""

@@ -9,7 +9,7 @@ proposes, and how many tokens (`Step.propose`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +101,10 @@ class ModelDrafter:
         self.lookup.append(slot, tokens)
         if tokens and (named := self._looked.pop(slot, None)) is not None:
             self._right[slot] += ((named == tokens[0]) - self._right[slot]) / AVERAGED
+
+    def prepare(self, slots: Sequence[int], is_late: Callable[[], bool]) -> None:
+        """Let lookup prepare; see `Drafter.prepare`."""
+        self.lookup.prepare(slots, is_late)
 
     def propose(self, slots: Sequence[int], ends: RowEnds = NO_ENDS, asked: int = 0) -> Proposals:
         """Propose the next tokens of each of the slots; see `Drafter.propose`."""

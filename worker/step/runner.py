@@ -587,6 +587,7 @@ class ModelRunner:
         waiting_ns = time.monotonic_ns()
         try:
             if pending.end is not None:
+                self._prepare_drafts(pending, pending.end)
                 pending.end.wait()
         except RuntimeError as error:
             self._lost(pending, error)
@@ -667,6 +668,11 @@ class ModelRunner:
             accept_states(self.pool, pending, _tokens_of(read, pending), begun)
         except Exception as error:
             raise StateLostError(f"accepting drafts over recurrent states failed: {error}") from error
+
+    def _prepare_drafts(self, pending: PendingStep, end: DeviceEvent) -> None:
+        """Let the drafter prepare while the device computes a step behind which it may propose. end: of the step."""
+        if self.drafter is not None and len(pending.slots) < self._draft_rows_max:
+            self.drafter.prepare(pending.slots.tolist(), end.passed)
 
     def _proposals(
         self, drafter: Drafter, pending: PendingStep, chosen: dict[int, list[int]], begun: frozenset[int]

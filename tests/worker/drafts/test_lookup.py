@@ -164,6 +164,28 @@ def test_a_proposal_indexes_so_many_tokens_and_the_next_one_goes_on(monkeypatch:
     assert by_slot(drafter.propose(slots)) == {slot: [10, 11, 12, 13, 14, 15] for slot in slots}
 
 
+def test_tokens_are_indexed_in_pieces_until_it_is_late() -> None:
+    """While a device computes, a drafter prepares, and the proposal behind the step finds all indexed."""
+    tokens, looks = [*range(5 * lookup.PIECE), 7, 8, 9], iter([False, False, True, *[False] * 9])
+    drafter = LookupDrafter(2, context_tokens_max=16 * HISTORY_MIN)
+    for slot in (0, 1):
+        drafter.begin(slot, i4(tokens), NO_INT32, MOST)
+
+    def late() -> bool:
+        return next(looks)
+
+    def waiting() -> list[int]:
+        return [history.waiting for _, history in drafter._of.values()]
+
+    drafter.prepare([0], late)
+    assert waiting() == [len(tokens) - 2 * lookup.PIECE, len(tokens)]
+    drafter.prepare([0], late)
+    assert waiting() == [0, len(tokens)]
+    assert by_slot(drafter.propose([0, 1])) == {0: [10, 11, 12, 13, 14, 15]}
+    drafter.prepare([0], late)  # nothing is left, and nothing is asked
+    assert [*looks] == [False] * 5
+
+
 def test_slots_are_apart_and_a_new_request_forgets_the_one_before() -> None:
     drafter = LookupDrafter(4)
     drafter.begin(0, i4([1, 2, 3, 1, 2]), NO_INT32, MOST)

@@ -16,6 +16,7 @@ import pytest
 from kvforge.protocol.messages import GENERATED, Grammar, RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.device.device import open_device
+from kvforge.worker.device.queue import DeviceEvent
 from kvforge.worker.drafts.lookup import LookupDrafter
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
@@ -397,6 +398,20 @@ def test_a_step_of_as_many_rows_as_drafts_may_be_in_looks_nothing_up(model: Load
     bench.take(answers[:1], outcome)
     assert answers[0].tokens == [7] * 6
     assert (outcome.proposals.slots.tolist(), outcome.proposals.tokens.tolist()) == ([0], [7] * 3)
+    bench.close()
+
+
+@pytest.mark.parametrize(("rows_max", "left"), [(1000, 0), (1, len(PROMPTS[0]))])
+def test_tokens_are_indexed_while_the_device_computes(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, rows_max: int, left: int
+) -> None:
+    bench, answer = Drafting(model, draft_rows_max=rows_max), Answer(0, SamplingParams(temperature=0.0), most=3)
+    drafter, seen = cast("LookupDrafter", bench.runner.drafter), list[int]()
+    pending = bench.launch([(0, 0, answer.prompt, 0)], begins=(answer.start(),), history=i4(*answer.prompt))
+    monkeypatch.setattr(DeviceEvent, "passed", lambda _: False)
+    monkeypatch.setattr(DeviceEvent, "wait", lambda _: seen.append(drafter._of[0][1].waiting))
+    bench.runner.finish(pending)
+    assert seen[0] == left
     bench.close()
 
 
