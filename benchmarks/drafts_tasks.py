@@ -6,11 +6,13 @@
 | `agent` | files that an agent has read | new prose, then an edit: lines of a file, and the lines in their place |
 | `random` | words by Zipf's law | more words by Zipf's law |
 | `again` | names | a file that is the same in every answer but for these names |
+| `session` | what precedes the answer in a recorded session | what an agent wrote; see `benchmarks.drafts_sessions` |
 
-The recorded agent sessions that ship with kvforge hold lengths and no text. The answers of `agent` have their lengths,
-at most `--tokens`, and generated text: how much of it repeats the prompt is a choice (`PROSE`), not a measurement. In
-`random`, pairs of words repeat and are not continued alike, so that most proposals are wrong. A token is a word of at
-most 6 characters, a part of a longer one, or another character.
+The first four are generated. The recorded agent sessions that ship with kvforge hold lengths and no text. The answers
+of `agent` have their lengths, at most `--tokens`, and generated text: how much of it repeats the prompt is a choice
+(`PROSE`), not a measurement. `session` reads sessions with their text from a folder. In `random`, pairs of words repeat
+and are not continued alike, so that most proposals are wrong. A token is a word of at most 6 characters, a part of a
+longer one, or another character.
 """
 
 from __future__ import annotations
@@ -63,6 +65,11 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return [self._ids.setdefault(piece, FIRST_TOKEN + len(self._ids)) for piece in PIECES.findall(text)]
+
+    @property
+    def end(self) -> int:
+        """Return the first token id that no piece has."""
+        return FIRST_TOKEN + len(self._ids)
 
 
 def make(name: str, requests: int, prompt: int, answer: int) -> Task:

@@ -22,6 +22,7 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 FOLDERS = {
     "unit": (
         "tests",
+        "tests/benchmarks",
         "tests/chaos",
         "tests/coordinator",
         "tests/coordinator/journal",
