@@ -186,7 +186,7 @@ def installation(options: argparse.Namespace, tasks: dict[str, Task], drafts: in
     context, blocks = 0, 64
     if set(tasks) - {SESSION}:
         context = 2 * options.prompt + options.tokens + 64
-        blocks += len(TASKS) * rows * -(-context // BLOCK_SIZE)
+        blocks += len(set(tasks) - {SESSION}) * rows * -(-context // BLOCK_SIZE)
     if SESSION in tasks:  # all prompts of a round stay cached
         task = tasks[SESSION]
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(task.prompts, task.answers, strict=True)]
@@ -197,7 +197,12 @@ def installation(options: argparse.Namespace, tasks: dict[str, Task], drafts: in
         worker["draft_model"] = options.draft_model
     if not options.gpu:
         worker |= {"device": "cpu", "dtype": "float32", "threads": options.threads}
-    schedule = {"drafts_max": drafts, "draft_rows_max": options.draft_rows, "step_tokens_max": 2048}
+    schedule = {
+        "step_rows_max": max(64, rows),
+        "drafts_max": drafts,
+        "draft_rows_max": options.draft_rows,
+        "step_tokens_max": 2048,
+    }
     schedule |= {"drafts_shared": AGAIN in options.tasks}
     return Installation(
         context_tokens=context,

@@ -11,10 +11,11 @@ A message has a `role` and a `content`: text, a list of parts with `text`, or nu
 text, such as images, count as nothing. Each call is one more line of text, `{"name": ..., "arguments": ...}`.
 
 Each assistant message with ANSWER_MIN tokens or more is an answer: its first `--tokens` tokens, thought and calls. Its
-prompt is the last `--session-prompt` tokens of what precedes it in the session, each message behind its role. Messages
-that the format marks as a demonstration (`is_demo`) are parts of prompts, and no answers. An answer that an earlier
-session has too is left out, so that a session that lies in two files counts once. `--requests` answers are taken at
-equal distances from all, in the order of files and messages.
+prompt is the last `--session-prompt` tokens of what precedes it in the session, each message behind its role. A token
+is a word of at most 6 characters, as in the other tasks, or what the tokenizer of `--tokenizer` makes of the text.
+Messages that the format marks as a demonstration (`is_demo`) are parts of prompts, and no answers. An answer that an
+earlier session has too is left out, so that a session that lies in two files counts once. `--requests` answers are
+taken at equal distances from all, in the order of files and messages.
 
 | a file | is |
 |---|---|
@@ -28,10 +29,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+
+from kvforge.protocol.errors import KvforgeError
+from kvforge.text.tokenizer import Tokenizer
 
 from .drafts_tasks import FIRST_TOKEN, PIECES, Task, Vocabulary
 
@@ -73,6 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--session-prompt", type=int, default=8192, help="the most tokens of a prompt, or what the model has [8192]"
     )
+    group.add_argument(
+        "--tokenizer",
+        help="a folder or a GGUF file whose tokenizer splits the text; without it tokens are as in others",
+    )
 
 
 def make_asked(parser: argparse.ArgumentParser, options: argparse.Namespace, vocabulary: int, context: int) -> Task:
@@ -87,16 +96,26 @@ def make_asked(parser: argparse.ArgumentParser, options: argparse.Namespace, voc
     if options.sessions is None:
         parser.error(f"the task {SESSION} needs --sessions FOLDER")
     prompt = min(options.session_prompt, context - options.tokens)
+    split: Callable[[str], Iterable[Hashable]] = PIECES.findall
     try:
-        task = make_task(options.sessions, options.requests, prompt, options.tokens, vocabulary)
-    except SessionError as error:
+        if options.tokenizer:
+            split = partial(Tokenizer.load(options.tokenizer).encode, special=False)
+        task = make_task(options.sessions, options.requests, prompt, options.tokens, vocabulary, split)
+    except (SessionError, KvforgeError) as error:
         parser.error(str(error))
     if len(task.prompts) < max(options.batch):
         parser.error(f"--batch {max(options.batch)}: the round has {len(task.prompts)} requests")
     return task
 
 
-def make_task(folder: Path, requests: int, prompt: int, answer: int, vocabulary: int) -> Task:
+def make_task(
+    folder: Path,
+    requests: int,
+    prompt: int,
+    answer: int,
+    vocabulary: int,
+    split: Callable[[str], Iterable[Hashable]] = PIECES.findall,
+) -> Task:
     """Return the task, the same for the same files.
 
     Args:
@@ -105,6 +124,7 @@ def make_task(folder: Path, requests: int, prompt: int, answer: int, vocabulary:
         prompt: The most tokens of a prompt, at least 2.
         answer: The most tokens of an answer.
         vocabulary: Token ids of the model.
+        split: Returns the tokens of a text.
 
     Raises:
         SessionError: Names the file and what is missing, or the number that is too small.
@@ -115,7 +135,7 @@ def make_task(folder: Path, requests: int, prompt: int, answer: int, vocabulary:
     places = answers_of(sessions)
     if not places:
         raise SessionError(f"no assistant message of at least {ANSWER_MIN} tokens below {folder}")
-    numbers, prompts, answers = Vocabulary(), [], []
+    numbers, prompts, answers = Vocabulary(split), [], []
     for number, (session, at) in enumerate(spread(places, requests)):
         own = FIRST_TOKEN + number  # no two prompts share a prefix
         prompts.append([own, *last_tokens(prompt_texts(sessions[session][:at]), prompt - 1, numbers)])

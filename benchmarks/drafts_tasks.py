@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from kvforge.loadtest.load.build import build
@@ -57,14 +58,19 @@ class Task:
 
 
 class Vocabulary:
-    """Numbers pieces of text in the order of their first occurrence."""
+    """Numbers pieces of text in the order of their first occurrence.
 
-    def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
+    Args:
+        split: Returns the pieces of a text.
+    """
+
+    def __init__(self, split: Callable[[str], Iterable[Hashable]] = PIECES.findall) -> None:
+        self._ids: dict[Hashable, int] = {}
+        self._split = split
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return [self._ids.setdefault(piece, FIRST_TOKEN + len(self._ids)) for piece in PIECES.findall(text)]
+        return [self._ids.setdefault(piece, FIRST_TOKEN + len(self._ids)) for piece in self._split(text)]
 
     @property
     def end(self) -> int:

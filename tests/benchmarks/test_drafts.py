@@ -108,11 +108,11 @@ def test_services_hold_all_prompts_of_a_round(monkeypatch: pytest.MonkeyPatch) -
     for tasks in ({SESSION: task}, {"edit": task_of(3)}, {"edit": task_of(3), SESSION: task}):
         options.tasks = list(tasks)
         place: Any = installation(options, tasks, 8, Path("answers.npy"))
-        assert place.schedule["drafts_shared"] is False
+        assert place.schedule["drafts_shared"] is False and place.schedule["step_rows_max"] == 64
         sizes[tuple(tasks)] = place.context_tokens, place.blocks
     edit = 2 * 1024 + 32 + 64
     assert sizes == {
         (SESSION,): (1024 + 64, 64 + 66 + 4),
-        ("edit",): (edit, 64 + 4 * 134),
-        ("edit", SESSION): (edit, 64 + 4 * 134 + 66 + 4),
+        ("edit",): (edit, 64 + 134),
+        ("edit", SESSION): (edit, 64 + 134 + 66 + 4),
     }
