@@ -93,6 +93,30 @@ def test_a_race_in_lds_is_seen_and_a_barrier_ends_it() -> None:
     assert any("write after write" in each for each in both.problems())
 
 
+def test_atomic_additions_of_waves_add_up_and_race_with_other_accesses() -> None:
+    count = ["v_and_b32_e32 v2, 28, v1", "v_mov_b32_e32 v3, 1", "ds_add_u32 v2, v3"]  # eight counters
+    clear, read = ["v_mov_b32_e32 v4, 0", "ds_write_b32 v1, v4"], ["ds_read_b32 v5, v2", "s_waitcnt lgkmcnt(0)"]
+    counted = np.zeros(128, np.uint32)
+    for order in ("up", "down"):
+        lines = [*clear, "s_barrier", *count, "s_barrier", *read, "global_store_dword v1, v5, s[4:5]"]
+        assert not run(lines, counted, waves=2, lds=512, order=order).problems()
+        assert (counted == 16).all()
+    assert any("atomic after write" in each for each in run([*clear, *count], waves=2, lds=512).problems())
+    missing = run([*clear, "s_barrier", *count, *read], waves=2, lds=512)
+    assert any("race in LDS" in each for each in missing.problems())
+    after = run([*clear, "s_barrier", *count[:1], *read, *count], waves=2, lds=512)
+    assert any("atomic after read" in each for each in after.problems())
+    assert any("uninitialised" in each for each in run(count, lds=512).problems())
+
+
+@pytest.mark.parametrize(("arch", "name"), [("gfx942", "v_sub_u32_e64"), ("gfx1100", "v_sub_nc_u32_e64")])
+def test_a_clamped_subtraction_ends_at_zero(arch: str, name: str) -> None:
+    first, second = np.array([5, 3, 0, 2**32 - 1], np.uint32), np.array([3, 5, 1, 1], np.uint32)
+    plain, clamped = (computed(f"{name} v10, v2, v3{tail}", first, second, arch=arch)[:4] for tail in ("", " clamp"))
+    assert plain.tolist() == [2, 2**32 - 2, 2**32 - 1, 2**32 - 2]
+    assert clamped.tolist() == [2, 0, 0, 2**32 - 2]
+
+
 def test_lds_that_nobody_wrote_is_seen_and_so_are_its_bounds() -> None:
     assert any("uninitialised" in each for each in run(["ds_read_b32 v2, v1"], lds=256).problems())
     assert not run(["ds_write_b32 v1, v0", "ds_read_b32 v2, v1"], lds=256).problems()

@@ -15,12 +15,14 @@ from .wave import Code, Wave
 from .widths import WIDTHS, Width
 
 BYTES_MAX = 160 * 1024  # gfx950 has the largest LDS
+SEVERAL = -1  # waves that added to a byte: the number of none
 
 
 class Lds:
     """LDS with race detection: between two barriers, a byte that one wave changes must not be touched by another.
 
     A store that leaves a byte unchanged does not count as a change: Triton lets several waves store the same values.
+    Atomic additions of several waves do not race with each other.
     """
 
     def __init__(self, size: int, findings: Findings) -> None:
@@ -31,6 +33,7 @@ class Lds:
         self._epoch = 1  # incremented at each barrier
         self._written, self._read = np.zeros(room, np.int32), np.zeros(room, np.int32)  # the epoch of the last access
         self._writer, self._readers = np.zeros(room, np.int16), np.zeros(room, I64)  # wave number; bit per wave
+        self._added = np.zeros(room, np.int32)  # the epoch of atomic additions, if it has no store
 
     def barrier(self) -> None:
         """Start a new epoch: accesses before the barrier cannot race with those after it."""
@@ -72,13 +75,38 @@ class Lds:
         for place, numbers in enumerate(width.registers(w, register)):
             view[first // width.size + place] = numbers[w.m].astype(view.dtype)
         changed = self._bytes[touched] != before
-        others_wrote = (self._written[touched] == self._epoch) & (self._writer[touched] != w.number)
-        others_read = (self._read[touched] == self._epoch) & ((self._readers[touched] & ~(1 << w.number)) != 0)
+        others_wrote, others_read = self._by_others(w, touched)
         if (others_wrote & changed).any():
             self._findings.races.add(f"write after write: {w.text()}")
         if (others_read & changed).any():
             self._findings.races.add(f"write after read: {w.text()}")
-        self._written[touched], self._writer[touched] = self._epoch, w.number
+        self._written[touched], self._writer[touched], self._added[touched] = self._epoch, w.number, 0
+
+    def add(self, w: Wave, at: Array, register: int) -> None:
+        """Add the numbers of `register` atomically at the byte addresses `at` ([lanes] int64), and record races."""
+        if not w.exec:
+            return
+        width = Width(4, 1)
+        first = self._checked(at[w.m], width, "atomic")
+        touched = np.unique(first[:, None] + np.arange(width.bytes))
+        if (self._written[touched] == 0).any():
+            self._findings.uninitialised.add(w.text())
+        others_wrote, others_read = self._by_others(w, touched)
+        with_adds = (self._added[touched] == self._epoch) | (self._written[touched] != self._epoch)
+        if (others_wrote & ~with_adds).any():
+            self._findings.races.add(f"atomic after write: {w.text()}")
+        if others_read.any():
+            self._findings.races.add(f"atomic after read: {w.text()}")
+        np.add.at(self._views[4], first // 4, w.v[register][w.m].astype(U32))
+        self._writer[touched] = np.where(others_wrote & with_adds, SEVERAL, w.number)
+        self._added[touched] = np.where(with_adds, self._epoch, 0)
+        self._written[touched] = self._epoch
+
+    def _by_others(self, w: Wave, touched: Array) -> tuple[Array, Array]:
+        """Return which bytes other waves have written, and read, since the last barrier."""
+        wrote = (self._written[touched] == self._epoch) & (self._writer[touched] != w.number)
+        read = (self._read[touched] == self._epoch) & ((self._readers[touched] & ~(1 << w.number)) != 0)
+        return wrote, read
 
     def _checked(self, first: Array, width: Width, what: str) -> Array:
         if (first < 0).any() or (first + width.bytes > self.size).any():
@@ -99,6 +127,9 @@ def build(instruction: Instruction) -> Code:
         made: Code = _TRANSPOSED[name](instruction)
         return made
     offset = instruction.modifiers.get("offset", 0)
+    if name == "add_u32":
+        at, data = vector_register(operands[0]), vector_register(operands[1])
+        return lambda w: w.group.lds.add(w, w.v[at].astype(I64) + offset, data)
     two = re.fullmatch(r"(read|write|load|store)(?:2|_2addr)(st64|_stride64)?_b(32|64)", name)
     if two:
         return _two(instruction, two)

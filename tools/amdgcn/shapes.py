@@ -17,6 +17,7 @@ from kvforge.worker.attention.interface import AttentionOptions
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.kernels import selftest as layers_selftest
 from kvforge.worker.kernels import stored_selftest
+from kvforge.worker.kernels.expert_sort import sort_by_expert
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.layer_weights import (
     FeedForward,
@@ -167,6 +168,31 @@ def codes(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
             )  # a single token's experts need no sort
             name = f"{kernel} with codes {code}{f' in groups of {group}' * (group > 0)} {_name(dtype)} {count} tokens"
             yield name, partial(_codes, f"{kernel} with codes", code, group, count, dtype)
+
+
+def sorts(quick: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of pairs of tokens and experts, sorted by expert."""
+    for tokens, width, experts in ((5, 2, 6),) if quick else ((5, 2, 6), (40, 4, 33), (140, 4, 16)):
+        yield f"sort of {tokens * width} pairs of {experts} experts", partial(_sort, tokens, width, experts)
+
+
+def _sort(tokens: int, width: int, experts: int, emulated: Emulated) -> str:
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.rand(tokens, experts, generator=generator).topk(width).indices.int()
+    flat, size = chosen.flatten().long(), 16
+    found = sort_by_expert(FusedOperations(emulated.device(304)), chosen, experts, size)
+    counts = flat.bincount(minlength=experts).tolist()
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    wanted = [
+        [expert, begin, min(begin + size, end), 0]
+        for expert, (count, end) in enumerate(zip(counts, ends, strict=True))
+        for begin in range(end - count, end, size)
+    ]
+    blocks = found.blocks.tolist()
+    named = [block[:3] for block in blocks[: len(wanted)]], [block[0] for block in blocks[len(wanted) :]]
+    right = named == ([block[:3] for block in wanted], [-1] * (len(blocks) - len(wanted)))
+    ordered = torch.equal(found.order.long(), flat.sort(stable=True).indices)
+    return "" if right and ordered else "differs from the reference"
 
 
 def _codes(kernel: str, code: str, group: int, tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:

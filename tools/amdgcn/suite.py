@@ -49,6 +49,8 @@ def _all(target: str, quick: bool) -> Iterator[Check]:
     whole = target in WHOLE
     for name, run in (*shapes.attention(quick, whole), *shapes.layers(quick, whole), *shapes.codes(quick, whole)):
         yield Check(name, run)
+    for name, run in shapes.sorts(quick):
+        yield Check(name, run)
     if not quick or target in WHOLE:
         for name, run in (*shapes.latents(quick), *shapes.attention_over_latents(quick)):
             yield Check(name, run)

@@ -160,6 +160,11 @@ INTEGER32: Table = {
     "clz_i32_u32": (1, leading_zeros),
     "bcnt_u32_b32": (2, lambda a, b: set_bits(a) + b),
 }
+# The same with `clamp`: no result wraps.
+CLAMPED32: Table = {
+    "sub_u32": (2, lambda a, b: np.where(a < b, U32(0), a - b)),
+    "sub_nc_u32": (2, lambda a, b: np.where(a < b, U32(0), a - b)),
+}
 FLOAT16: Table = {
     "add_f16": (2, lambda a, b: a + b),
     "sub_f16": (2, lambda a, b: a - b),

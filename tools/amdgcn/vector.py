@@ -10,7 +10,7 @@ from . import compare, lanes, matrix, packed, wide
 from .assembly import Assembly, Instruction, Isa
 from .checks import Unsupported
 from .operands import HALF, INTEGER, SINGLE, Source, half, scalar_target, source, vector_register
-from .tables import FLOAT16, FLOAT32, INTEGER16, INTEGER32
+from .tables import CLAMPED32, FLOAT16, FLOAT32, INTEGER16, INTEGER32
 from .values import (
     F32,
     F64,
@@ -106,10 +106,11 @@ def _float(name: str, instruction: Instruction) -> Code:
 
 
 def _integer(name: str, instruction: Instruction) -> Code:
-    count, function = INTEGER32[name]
-    target, (a, *rest) = _sources(instruction, count, INTEGER)
-    if "clamp" in instruction.modifiers:
+    table = CLAMPED32 if "clamp" in instruction.modifiers else INTEGER32
+    if name not in table:
         raise Unsupported(instruction.text)
+    count, function = table[name]
+    target, (a, *rest) = _sources(instruction, count, INTEGER)
     if count == 1:
         return lambda w: w.put(target, function(a(w)))
     b = rest[0]
