@@ -37,7 +37,8 @@ def costs(row_us: int, way_us: int = 0) -> RowCosts:
         ([(4, 4)] * 30, range(960, CERTAIN + 1), range(960, CERTAIN + 1)),
         ([(4, 0)] * 30, range(33), range(512, 513)),  # nothing is known of drafts behind an accepted one
         ([(1, 1), (1, 0)] * 60, range(440, 580), range(512, 513)),
-        ([(8, 3)] * 60, range(960, CERTAIN + 1), range(660, 690)),  # two accepted of three that were tried
+        ([(8, 3)] * 60, range(960, CERTAIN + 1), range(610, 690)),  # two accepted of three that were tried
+        ([(16, 16), (16, 1)] * 60, range(960, CERTAIN + 1), range(850, 950)),  # 15 of 16: each token counts
         ([(8, 8), (8, 0)] * 60, range(440, 580), range(960, CERTAIN + 1)),  # a run begins half the time, and goes on
     ],
 )

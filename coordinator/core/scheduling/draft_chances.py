@@ -13,15 +13,18 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from ..cache.model_drafts import CERTAIN
+from ..limits import DRAFTS_MOST
 
 GROUP_OF = 32  # the averaging window of a group's chances, in results
-CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each result
+CHANCE_KEPT, CHANCE_OF = 7, 8  # CHANCE_KEPT / CHANCE_OF: how much of a chance is kept with each token
+# How much is kept after so many tokens, in 1 / CERTAIN.
+KEPT = [round(CERTAIN * (CHANCE_KEPT / CHANCE_OF) ** tokens) for tokens in range(DRAFTS_MOST + 1)]
 
 Chances = tuple[int, int]
 
 
 def learned(chances: Chances, drafted: int, accepted: int) -> Chances:
-    """Return the chances after a result.
+    """Return the chances after a result, with one step for each draft that was verified behind accepted ones.
 
     Args:
         chances: Those before it.
@@ -29,10 +32,12 @@ def learned(chances: Chances, drafted: int, accepted: int) -> Chances:
         accepted: How many of these became tokens.
     """
     first, later = chances
-    first = _kept(first, min(accepted, 1), 1)
-    if drafted == 1 or not accepted:
-        return first, later
-    return first, _kept(later, accepted - 1, min(accepted, drafted - 1))
+    first = _kept(first, accepted > 0)
+    if accepted:
+        later = CERTAIN - (CERTAIN - later) * KEPT[accepted - 1] // CERTAIN
+        if accepted < drafted:
+            later = _kept(later, False)
+    return first, later
 
 
 def observed(chances: Chances, place: int, is_right: bool) -> Chances:
@@ -44,7 +49,7 @@ def observed(chances: Chances, place: int, is_right: bool) -> Chances:
         is_right: Whether it became a token.
     """
     first, later = chances
-    return (first, _kept(later, is_right, 1)) if place else (_kept(first, is_right, 1), later)
+    return (first, _kept(later, is_right)) if place else (_kept(first, is_right), later)
 
 
 def doubted(chances: Chances) -> Chances:
@@ -58,8 +63,8 @@ def run_of(chances: Chances, drafts: int) -> list[int]:
     return [each, *[each := each * later // CERTAIN for _ in range(drafts - 1)]] if drafts > 0 else []
 
 
-def _kept(chance: int, good: int, tried: int) -> int:
-    return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * good // tried) // CHANCE_OF
+def _kept(chance: int, is_right: bool) -> int:
+    return (CHANCE_KEPT * chance + (CHANCE_OF - CHANCE_KEPT) * CERTAIN * is_right) // CHANCE_OF
 
 
 class Ranked(NamedTuple):
