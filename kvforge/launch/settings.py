@@ -26,7 +26,7 @@ BLOCK_SIZE = 16  # the coordinator's default
 # As in deploy/: room for the context of most models, and on a GPU for as many requests as it needs to be busy.
 CONTEXT_TOKENS_MAX = 131_072
 GPU_STEP_ROWS_MAX, GPU_STEP_TOKENS_MAX = 256, 2048
-GPU_SEQUENCES_MAX, GPU_QUEUE_MAX = 1024, 4096
+GPU_SEQUENCES_MAX, GPU_QUEUE_MAX, GPU_BLOCKS_MAX = 1024, 4096, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Settings:
             rows = self._schedule()["step_rows_max"]
             if isinstance(rows, int):
                 limits["sequences_max"] = max(GPU_SEQUENCES_MAX, 2 * self.workers * rows)
-            limits["queue_max"] = GPU_QUEUE_MAX
+            limits |= {"queue_max": GPU_QUEUE_MAX, "blocks_max": GPU_BLOCKS_MAX}
         return {**limits, **self.limits}
 
     def _schedule(self) -> Mapping[str, Value]:

@@ -103,7 +103,7 @@ def test_the_steps_of_a_gpu_are_those_of_the_service() -> None:
     )
     for section, names in {
         "schedule": ("step_rows_max", "step_tokens_max"),
-        "limits": ("sequences_max", "queue_max", "blocks_per_sequence_max"),
+        "limits": ("sequences_max", "queue_max", "blocks_max", "blocks_per_sequence_max"),
     }.items():
         assert {name: found[section][name] for name in names} == {name: service[section][name] for name in names}
 
