@@ -16,7 +16,7 @@ from .drafter import NO_ENDS, DrafterCosts, Proposals, RowEnds
 from .history import TOGETHER_MIN, TOKEN_BYTES, History
 from .recent import RECENT_BYTES_MAX, RecentHistories
 
-HOST_BYTES_MAX = 256 << 20  # of the histories of slots
+HOST_BYTES_MAX = 1 << 30  # of the histories of slots: 32,768 tokens for each of 1,024
 HISTORY_MIN, HISTORY_MAX = 1024, 65_536  # tokens that a slot remembers
 # Tokens that one proposal indexes at most, in half a ms of the host: the next step of a GPU waits for that. A long
 # prompt has many more, and so have rows that begin together or come from steps that were too large for drafts. Most are

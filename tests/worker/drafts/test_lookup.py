@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from kvforge.coordinator.core.sizes import DRAFT_HISTORY_TOKENS
 from kvforge.protocol.messages import NO_INT32, Int32Array
 from kvforge.worker.drafts import history as histories
 from kvforge.worker.drafts import lookup, recent
@@ -243,6 +244,11 @@ def test_all_slots_together_stay_below_the_bound(slots_max: int) -> None:
     assert drafter.tokens_max >= HISTORY_MIN
     assert drafter.costs.host_bytes_max <= HOST_BYTES_MAX + RECENT_BYTES_MAX
     assert (drafter.costs.device_bytes, drafter.costs.passes) == (0, 0)
+
+
+def test_a_service_of_1024_sequences_remembers_what_it_is_sent_of_a_prompt() -> None:
+    """Contexts of agents are longer than the 8,192 tokens that were left to a slot of 1,024."""
+    assert LookupDrafter(1024, context_tokens_max=1 << 17).tokens_max >= DRAFT_HISTORY_TOKENS
 
 
 def test_runs_of_one_bucket_are_told_apart_and_few_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
