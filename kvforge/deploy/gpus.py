@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from kvforge.launch.host import DEVICE_FILES
+from kvforge.launch.host import shows_gpu
 
 from .accounts import Account
 from .findings import Finding, good, wrong
@@ -30,7 +30,7 @@ def check_devices(instance: str, kind: str, user: Account | None, devices: Path 
         devices: The folder of the device files.
     """
     if kind == "cpu":
-        if instance == "cpu" or not _gpus(devices):
+        if instance == "cpu" or not shows_gpu(devices):
             return []
         remedy = "install the build of torch for this GPU, or set device = 'cpu' to use the CPU"
         return [wrong(f"worker {instance} computes on the CPU, but this machine has a GPU", remedy)]
@@ -42,11 +42,6 @@ def check_devices(instance: str, kind: str, user: Account | None, devices: Path 
             findings.append(wrong(f"worker {instance} needs {devices / pattern}, which is missing", remedy))
         findings += [_refused(path) for path in found if user is not None and not may_use(path.stat(), user)]
     return findings or [good(f"worker {instance} may use its device")]
-
-
-def _gpus(devices: Path) -> bool:
-    """Return whether the machine shows a GPU, including a virtual one of Windows."""
-    return any(any(devices.glob(pattern)) for patterns in DEVICE_FILES.values() for pattern in patterns)
 
 
 def may_use(found: object, user: Account) -> bool:

@@ -52,8 +52,12 @@ def expects_gpu(device: str, devices: Path = Path("/dev")) -> bool:
         of_cpus = version("torch").endswith("+cpu")
     except PackageNotFoundError:
         of_cpus = False
-    shown = (any(devices.glob(pattern)) for patterns in DEVICE_FILES.values() for pattern in patterns)
-    return not of_cpus and any(shown)
+    return not of_cpus and shows_gpu(devices)
+
+
+def shows_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether the machine shows a GPU, including a virtual one of Windows. devices: see `expects_gpu`."""
+    return any(any(devices.glob(pattern)) for patterns in DEVICE_FILES.values() for pattern in patterns)
 
 
 def check_threads(field: str, threads: int) -> None:
