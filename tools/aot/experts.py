@@ -16,6 +16,7 @@ from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.expert_sort import FEW, RANKED_MAX, Blocks, sort_by_expert
 from kvforge.worker.kernels.grouped import Gating, multiply_down, multiply_up, sum_places
 from kvforge.worker.kernels.grouped_tiles import tiles_for, tokens_per_block
+from kvforge.worker.kernels.linear import SHORT_PARTS_MAX
 from kvforge.worker.kernels.router import Router
 from kvforge.worker.kernels.router_kernel import route
 
@@ -61,12 +62,14 @@ ROUTERS = {
     "of Qwen3.5": (Router(8, normalises=True, dtype=BF16, shared=1), 256, BF16, False),
     "of Qwen3-Next": (Router(10, normalises=True, dtype=BF16, shared=1), 512, BF16, False),
 }
+LOGITS = (0, 1, SHORT_PARTS_MAX)  # parts of logits, in float32; 0: rounded by their product
 GATES = {"of Qwen3.5": 2048, "of Qwen3-Next": 2048}  # hidden sizes of routers with a gate of the shared expert
 
 
 def route_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `route_kernel` on `target`."""
-    return distinct(_route(target, name) for name in ROUTERS)
+    made = [_route(target, name, parts) for name in ROUTERS for parts in LOGITS if parts < 2 or target.hopper]
+    return distinct(each for each in made if each is not None)
 
 
 def rank_configurations(target: Target) -> list[Configuration]:
@@ -102,11 +105,19 @@ def _block_sizes(target: Target, dtype: torch.dtype = BF16) -> list[int]:
     return sorted({tokens_per_block(pairs, 8, dtype, target) for pairs in (8, 80, 300, 4096)})
 
 
-def _route(target: Target, name: str) -> Configuration:
+def _route(target: Target, name: str, parts: int) -> Configuration | None:
     router, experts, dtype, biased = ROUTERS[name]
-    logits, bias = meta_tensor(1, experts, dtype=dtype), meta_tensor(experts, dtype=F32) if biased else None
-    gated = [meta_tensor(1, GATES[name], dtype=dtype) for _ in range(2)] if name in GATES else []
-    return _one(target, f"route {name}", lambda: route(launched_on(target), logits, router, bias, None, *gated))
+    if dtype == F32 and parts:  # weights in float32 have a kernel of their own
+        return None
+    logits = meta_tensor(max(1, parts), 1, experts, dtype=F32 if parts else dtype)
+    bias = meta_tensor(experts, dtype=F32) if biased else None
+    given = [meta_tensor(1, GATES.get(name, 8), dtype=dtype) for _ in range(1 + (name in GATES))]
+    label = f"route {name}" + (f" {parts} parts" if parts else "")
+    return _one(
+        target,
+        label,
+        lambda: route(launched_on(target), logits[0] if dtype == F32 else logits, router, bias, None, *given),
+    )
 
 
 def _sort(target: Target, experts: int, tokens: int, rows: int) -> Configuration:

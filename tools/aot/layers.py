@@ -19,7 +19,7 @@ from kvforge.worker.kernels.activation import apply_activation
 from kvforge.worker.kernels.activations import KINDS as EVERY_KIND
 from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.layer_weights import Norm
-from kvforge.worker.kernels.linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
+from kvforge.worker.kernels.linear import MEASURED_TOKENS_MAX, OTHER_PARTS_MAX, choose_tiles, linear_parts
 from kvforge.worker.kernels.project import HEAD_SIZES, project
 from kvforge.worker.kernels.xielu import apply_xielu
 from kvforge.worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
@@ -47,6 +47,8 @@ ROUTERS = (
     (128, 320),
     (48, 4096),
 )  # depths of 128 and 64, with and without prefetch
+DIVIDED = ((2048, 4096),)  # sums in parts on a steady Hopper, for these tokens
+DIVIDED_TOKENS = (1, 32, 128, 192, 256, 500, 2000)
 SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, a constant for Triton
 # Uses with other activations than SiLU; in other sizes they are compiled on first use.
 ACTIVATED = (*(f"{kind} gated" for kind in (*KINDS[1:], "clamped_swiglu")), *KINDS)
@@ -73,6 +75,8 @@ def linear_configurations(target: Target) -> list[Configuration]:
     made = [_product(*each) for each in every]
     many = product(both, NARROW, MANY, ROUTERS, USES[:3], (False, True), (False,))
     made += [_product(*each) for each in many]
+    divided = product(both, NARROW, DIVIDED_TOKENS, DIVIDED, ("parts",), (False, True), FAR)
+    made += [_product(*each) for each in divided]
     made += [_product(target, BF16, 1, SIZES[0], kind, False, False) for kind in ACTIVATED]
     return distinct(each for each in made if each is not None)
 
@@ -244,7 +248,8 @@ def _product(
         return None
     x, weight = meta_tensor(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
     bias = meta_tensor(len(weight), dtype=dtype) if biased else None
-    result = F32 if use in ("wide", "parts") else dtype
+    added_later = use == "parts" and (tiles.parts > 1 or tokens <= MEASURED_TOKENS_MAX)
+    result = F32 if use == "wide" or added_later else dtype
     return _configuration(
         target,
         f"linear {DTYPE_NAMES[dtype]} {tokens} x {k} x {n} {use}{' biased' * biased}{' far' * far}",

@@ -381,7 +381,7 @@ class FusedDecoder:
         if gate.weight.dtype != normed.dtype:  # a router in float32
             logits = ops.wide_linear(routed, gate.weight, gate.bias)
         else:
-            logits = ops.linear(routed, gate.weight, gate.bias)
+            logits = ops.linear_parts(routed, gate.weight, gate.bias)
         shared_gate = None
         if experts.router.shared and experts.shared_gate is not None:
             shared_gate = experts.shared_gate.weight

@@ -24,7 +24,7 @@ from .grouped import Gating, multiply_down, multiply_up, sum_places
 from .grouped_tiles import is_even, tiles_for, tokens_per_block
 from .interface import SLAB
 from .latent_inputs import latent_inputs
-from .linear import FEW, LinearTiles, choose_tiles, linear_parts
+from .linear import FEW, MEASURED_TOKENS_MAX, LinearTiles, choose_tiles, linear_parts, steady_parts
 from .norm import add_norm, embed_norm, head_norm
 from .packed_table import look_up
 from .plain import PlainOperations
@@ -204,10 +204,14 @@ class FusedOperations:
         """Implement `LayerOperations.linear_parts`."""
         if (codes := codes_of(weight)) is not None:
             return stored_linear(self, x, codes, bias, x.dtype, divisible=True)
-        tiles = self._tiles(x, weight, divisible=True)
-        if tiles is None:
-            return self._product(x, weight, bias)[None]
-        return linear_parts(self, x, weight, bias, tiles, torch.float32)
+        steady = self.target.steady
+        tiles = self._tiles(x, weight, divisible=self._can_widen or not steady)
+        if tiles is not None:
+            dtype = torch.float32 if tiles.parts > 1 or len(x) <= MEASURED_TOKENS_MAX else x.dtype
+            return linear_parts(self, x, weight, bias, tiles, dtype)
+        is_split = steady and self._can_widen and not self.slab and x.dtype in NARROW
+        parts = steady_parts(len(weight), x.shape[1], self.target) if is_split else 1
+        return self._product(x, weight, bias)[None] if parts == 1 else _wide_parts(x, weight, bias, parts)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute torch's product, in slabs padded with zeros where it must not depend on the number of rows."""
@@ -275,3 +279,13 @@ class FusedOperations:
         tokens, k = x.shape
         n = len(weight) // 2 if gated else len(weight)
         return choose_tiles(tokens, n, k, self.target, divisible=divisible, gated=gated)
+
+
+def _wide_parts(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int) -> torch.Tensor:
+    """Compute the parts of torch's product in float32, [parts, tokens, n]; see `linear.linear_parts`."""
+    found = torch.empty((parts, len(x), len(weight)), dtype=torch.float32, device=x.device)
+    for part, some, columns in zip(found, x.chunk(parts, 1), weight.chunk(parts, 1), strict=True):
+        torch.mm(some, columns.t(), out_dtype=torch.float32, out=part)
+    if bias is not None:
+        found[0] += bias
+    return found

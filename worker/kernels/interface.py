@@ -170,11 +170,12 @@ class LayerOperations(StateOperations, Protocol):
         """Choose the experts of each token, independently of other tokens.
 
         Args:
-            logits: [tokens, experts], contiguous.
+            logits: [tokens, experts], contiguous; or [parts, tokens, experts] from `linear_parts`. Their sum is then
+                rounded to the dtype of x.
             router: The router.
             bias: [experts] float32, added to the scores for the choice only.
             factors: [experts] float32, factors of the weights.
-            x: [tokens, hidden], what `shared_gate` multiplies.
+            x: [tokens, hidden], what `shared_gate` multiplies; None: a sum of parts is not rounded.
             shared_gate: [1, hidden], contiguous. The sigmoid of its product is the weight of `router.shared` experts;
                 None: that weight is 1.
 

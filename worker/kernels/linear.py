@@ -3,8 +3,8 @@
 The weight's rows are the rows of the matrix instructions' tile and the tokens its columns, because these instructions
 need 64 rows or more but only 16 columns. The inner dimension may be split into parts, one program each, if the weight
 alone gives too few programs to saturate the memory. The next operation adds the parts in order, so results do not
-depend on which program finishes first. They would depend on the number of tokens, so a steady device splits nothing
-and keeps more loads in flight instead.
+depend on which program finishes first. They would depend on the number of tokens, so a steady device splits by the
+weight alone (`steady_parts`), also where torch's library multiplies, and keeps more loads in flight.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ ALIGNED = 8  # numbers of 16 bits that the library loads or stores at a time
 FEW = 64  # up to this many results per token, the library's order of sums varies with the token count
 ROUTER_MAX = 256  # results per token of routers
 PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts compiles the norm that adds them
+SHORT_PARTS_MAX = 16  # parts of a router's product
 STEPS_MIN = 8  # steps of a part, to amortise its start and end
+# A multiprocessor of an H200 reads at most twice its share of the bandwidth (benchmarks/NOTES.md). A weight is divided
+# where its tiles have no more than this share of the multiprocessors, and its rows are as long as this.
+DIVIDED_SHARE, DIVIDED_COLUMNS = 0.25, 4096
+# Tokens up to this many: a program for each part; torch's library, which is faster than a program for both.
+DIVIDED_FEW, DIVIDED_MANY = 256, 384
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class LinearTiles:
         prefetch: Steps of the weight that are fetched into the L2 cache before the inputs are ready.
         described: Whether Hopper's copy engine loads tiles through tensor descriptors. Rows of x and of the weight must
             then begin at multiples of 16 bytes.
+        inside: Parts of the inner dimension that a program adds itself, with the bits of as many `parts` that are
+            added in order.
     """
 
     rows: int
@@ -58,6 +66,7 @@ class LinearTiles:
     stages: int
     prefetch: int = 0
     described: bool = False
+    inside: int = 1
 
 
 @triton.jit
@@ -106,6 +115,7 @@ def linear_kernel(
     alpha,
     limit,
     STEPS: tl.constexpr,
+    INSIDE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
@@ -122,7 +132,7 @@ def linear_kernel(
     x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. x_tiles, weight_tiles: tensor
     descriptors with tiles of TOKENS x DEPTH and ROWS x DEPTH; None: load by pointer. bias: [n], added to part 0.
     output: [parts, tokens, n], contiguous. STEPS: steps of DEPTH in one part; a constant, so that the loop's length is
-    known.
+    known. INSIDE: parts that the program adds itself, without activation; there are no others then.
     KIND: kind of the activation of the output, with one part; "": none. alpha, limit: see Activation.
     GATED: weight is [2n, k] and bias [2n], the gate first, and the output is activation(gate) x up.
     EVEN: ROWS divides n, and the parts' steps divide k.
@@ -145,16 +155,31 @@ def linear_kernel(
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up_total = tl.zeros([ROWS, TOKENS], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        first = begin + step * DEPTH
-        w = _load_weight(weight_tiles, first_row, weight_rows, inside_rows, first, k, DEPTH, EVEN)
-        xs = _load_x(x_tiles, first_column, x_rows, inside_columns, first, k, DEPTH, EVEN)
-        total = tl.dot(w, xs, total, input_precision="ieee")
-        if GATED:
-            up = _load_weight(weight_tiles, n + first_row, up_rows, inside_rows, first, k, DEPTH, EVEN)
-            up_total = tl.dot(up, xs, up_total, input_precision="ieee")
+    added = tl.zeros([ROWS, TOKENS], tl.float32)
+    if HAS_BIAS and INSIDE > 1:
+        added += tl.load(bias + rows, mask=inside_rows, other=0.0).to(tl.float32)[:, None]
+    # Two parts are two loops, so that the matrix instructions of a loop overlap. More would be as many copies.
+    LOOPS: tl.constexpr = INSIDE if INSIDE <= 2 else 1
+    for part in tl.static_range(LOOPS):
+        if part > 0:
+            added += total
+            total = tl.zeros([ROWS, TOKENS], tl.float32)
+        for step in tl.range(0, STEPS * INSIDE // LOOPS, num_stages=STAGES):
+            first = begin + (part * STEPS + step) * DEPTH
+            w = _load_weight(weight_tiles, first_row, weight_rows, inside_rows, first, k, DEPTH, EVEN)
+            xs = _load_x(x_tiles, first_column, x_rows, inside_columns, first, k, DEPTH, EVEN)
+            total = tl.dot(w, xs, total, input_precision="ieee")
+            if GATED:
+                up = _load_weight(weight_tiles, n + first_row, up_rows, inside_rows, first, k, DEPTH, EVEN)
+                up_total = tl.dot(up, xs, up_total, input_precision="ieee")
+            if LOOPS < INSIDE:
+                ends = step % STEPS == STEPS - 1
+                added = tl.where(ends, added + total, added)
+                total = tl.where(ends, 0.0, total)
     let_next_start(OVERLAP)
-    if HAS_BIAS:
+    if INSIDE > 1:
+        total += added
+    elif HAS_BIAS:
         inside_bias = inside_rows & (tl.program_id(1) == 0)
         total += tl.load(bias + rows, mask=inside_bias, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -204,6 +229,9 @@ def linear_parts(
     assert tiles.parts == 1 or activation is None, "no activation of a sum that is added up later"
     parts, steps = split_depth(k, tiles)
     even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
+    if tiles.inside > 1:
+        assert parts == 1 and steps % tiles.inside == 0 and activation is None, (parts, steps, tiles.inside)
+        steps //= tiles.inside
     if output is None:
         output = torch.empty((parts, tokens, n), dtype=dtype, device=x.device)
     assert output.shape == (parts, tokens, n) and output.is_contiguous()
@@ -223,12 +251,13 @@ def linear_parts(
         GATED=gated,
         KIND="" if activation is None else activation.kind,
         STEPS=steps,
+        INSIDE=tiles.inside,
         HAS_BIAS=bias is not None,
         EVEN=even,
         ROWS=tiles.rows,
         DEPTH=tiles.depth,
         TOKENS=tiles.tokens,
-        PREFETCH=min(tiles.prefetch, steps) if launch.overlap and even else 0,
+        PREFETCH=min(tiles.prefetch, steps * tiles.inside) if launch.overlap and even else 0,
         STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -242,6 +271,14 @@ def split_depth(k: int, tiles: LinearTiles) -> tuple[int, int]:
     steps = ceil_div(k, tiles.depth)
     steps_per_part = ceil_div(steps, min(tiles.parts, steps))
     return ceil_div(steps, steps_per_part), steps_per_part
+
+
+def steady_parts(n: int, k: int, target: Target) -> int:
+    """Return the parts of a product with a weight [n, k] on a steady target, whatever the number of tokens."""
+    if n <= ROUTER_MAX or target.name != MEASURED:
+        return 1
+    few = ceil_div(n, 64) <= DIVIDED_SHARE * target.multiprocessors
+    return 2 if few and k % 256 == 0 and k >= DIVIDED_COLUMNS else 1
 
 
 def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool, gated: bool) -> LinearTiles | None:
@@ -262,10 +299,12 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     if target.backend == "cuda" and not target.matrix:
         return None  # the library has matrix instructions there, the compiler does not
     if measured and target.steady and not gated and 16 <= n <= ROUTER_MAX and n % 16 == 0 and k % 64 == 0:
-        return _router_tiles(tokens, n, k, target.multiprocessors)
+        return _router_tiles(tokens, n, k, target.multiprocessors, divisible)
     # The library has other kernels for few results and for rows that are not aligned, by the number of tokens.
     if target.steady and not gated and (n <= FEW or n % ALIGNED or k % ALIGNED):
         tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)
+    if divisible and target.steady and steady_parts(n, k, target) > 1:
+        return _divided_tiles(tokens)
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):
@@ -289,20 +328,50 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
 
 
-def _router_tiles(tokens: int, n: int, k: int, multiprocessors: int) -> LinearTiles:
+def _divided_tiles(tokens: int) -> LinearTiles | None:
+    """Return the tiles of a sum in two parts, with programs that add both if there are many tokens."""
+    if tokens <= 128:
+        columns = min(64, max(16, triton.next_power_of_2(tokens)))
+        return LinearTiles(64, 128, columns, 2, 4, 8 if columns <= 32 else 6, prefetch=2, described=columns > 16)
+    if tokens <= 192:
+        return LinearTiles(128, 64, 64, 2, 4, 6, prefetch=2, described=True)
+    if tokens <= DIVIDED_FEW:
+        return LinearTiles(64, 128, 128, 2, 4, 4, prefetch=2, described=True)
+    if tokens <= DIVIDED_MANY:
+        return None
+    if tokens <= 640:
+        return LinearTiles(64, 64, 128, 1, 4, 6, described=True, inside=2)
+    return LinearTiles(128, 64, 128, 1, 8, 5, described=True, inside=2)
+
+
+def _router_tiles(tokens: int, n: int, k: int, multiprocessors: int, divisible: bool) -> LinearTiles:
     """Return the tiles for so few results that taller ones would leave the weight to a few multiprocessors.
 
     With two warps the matrix instruction is the same for any number of rows and tokens, so the library is never used.
-    The smallest tiles whose programs run at once are the fastest (benchmarks/NOTES.md).
+    The smallest tiles are the fastest if all programs run at once (benchmarks/NOTES.md). A program takes as long as its
+    steps, so that a divisible sum has short parts.
     """
     depth = 128 if k % 128 == 0 else 64
     ahead = 8 if k >= 8 * depth else 0
     at_once = 2 * multiprocessors
-    if n // 16 * ceil_div(tokens, 16) <= at_once:
-        return LinearTiles(16, depth, 16, 1, 2, 4, prefetch=ahead)
+    parts = _short_parts(k // depth) if divisible else 1
+    programs = n // 16 * ceil_div(tokens, 16)
+    if parts > 1 and programs * parts <= 2 * at_once:
+        steps = k // depth // parts
+        return LinearTiles(16, depth, 16, parts, 2, min(steps + 1, 7), prefetch=min(steps, 8))
+    if programs <= at_once:
+        # So few programs wait for each of their loads, so that as many as possible are in flight.
+        return LinearTiles(16, depth, 16, 1, 2, 7 if depth == 128 else 8, prefetch=ahead, inside=parts)
     if n % 64 or n // 16 * ceil_div(tokens, 64) <= at_once:
-        return LinearTiles(16, depth, 64, 1, 2, 4, prefetch=ahead)
-    return LinearTiles(64, depth, 32, 1, 2, 3, prefetch=ahead)
+        return LinearTiles(16, depth, 64, 1, 2, 4, prefetch=ahead, inside=parts)
+    return LinearTiles(64, depth, 32, 1, 2, 3, prefetch=ahead, inside=parts)
+
+
+def _short_parts(steps: int) -> int:
+    """Return the parts of an inner dimension of so many steps: of two steps or more, and all of the same length."""
+    return max(
+        parts for parts in range(1, SHORT_PARTS_MAX + 1) if steps % parts == 0 and (parts == 1 or steps >= 2 * parts)
+    )
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:

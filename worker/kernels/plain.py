@@ -6,6 +6,7 @@ before its weight is applied, a sum before the next norm reads it, and SiLU befo
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -121,6 +122,9 @@ class PlainOperations:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implement `LayerOperations.route`."""
         logit = None if x is None or shared_gate is None else self.product(x, shared_gate, None)
+        if logits.dim() == 3:
+            logits = reduce(torch.add, logits)
+            logits = logits if x is None else logits.to(x.dtype)
         return route(logits, router, bias, factors, logit)
 
     def experts(

@@ -13,6 +13,7 @@ from kvforge.worker.device.grids import ceil_div
 from kvforge.worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .launching import Launching
+from .linear import SHORT_PARTS_MAX
 from .router import AWAY, Router
 
 GATE_BLOCK = 1024  # numbers of x that the gate of shared experts is multiplied with at a time
@@ -69,7 +70,7 @@ def _shared_factor(x, gate, hidden, STEPS: tl.constexpr, ROUNDED: tl.constexpr):
     return (1.0 / (1.0 + tl.exp(-logit))).to(ROUNDED).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["experts", "first_held", "held", "shared", "x_stride", "hidden"])
+@triton.jit(do_not_specialize=["experts", "first_held", "held", "shared", "parts", "x_stride", "hidden"])
 def route_kernel(
     logits,
     bias,
@@ -80,6 +81,7 @@ def route_kernel(
     weights,
     experts,
     shared,
+    parts,
     x_stride,
     hidden,
     first_held,
@@ -101,11 +103,14 @@ def route_kernel(
     GROUP_BLOCK: tl.constexpr,
     GATE_STEPS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUM_ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Choose the experts of one token. Grid: [tokens].
 
-    logits: [tokens, experts], contiguous. bias, factors: [experts] float32. x: [tokens, hidden], x_stride elements from
+    logits: [parts, tokens, experts], contiguous. PARTS: 1, or not less than `parts`. SUM_ROUNDED: the dtype that their
+    sum is rounded to. bias, factors: [experts] float32. x: [tokens, hidden], x_stride elements from
     token to token. gate: [hidden], of the shared experts. chosen: [tokens, CHOSEN + shared] int32. weights: likewise,
     float32. GROUP_BLOCK: a power of two that holds the experts of a group. CHOSEN_BLOCK, GROUPS_BLOCK: likewise for the
     choices and the groups. GATE_STEPS: blocks of x; 0: shared experts have no gate. ROUNDED: the dtype that the weights
@@ -120,6 +125,13 @@ def route_kernel(
     places = tl.where(inside, group * size + within, experts)
     wait_for_inputs(OVERLAP)
     numbers = tl.load(logits + token * experts + places, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        at = logits + (part * tl.num_programs(0) + token) * experts + places
+        numbers += tl.load(at, mask=inside & (part < parts), other=0.0).to(tl.float32)
+    numbers = numbers.to(SUM_ROUNDED).to(tl.float32)
+    factor = 1.0
+    if GATE_STEPS > 0:
+        factor = _shared_factor(x + token * x_stride, gate, hidden, GATE_STEPS, ROUNDED)
     scores = _function(numbers, inside, 0, SCORES)
     ranked = scores
     if HAS_BIAS:
@@ -168,9 +180,6 @@ def route_kernel(
     tl.store(chosen + first + order, found_places, mask=counted)
     tl.store(weights + first + order, found, mask=counted)
     if shared > 0:
-        factor = 1.0
-        if GATE_STEPS > 0:
-            factor = _shared_factor(x + token * x_stride, gate, hidden, GATE_STEPS, ROUNDED)
         for number in range(shared):
             tl.store(chosen + first + CHOSEN + number, experts + number)
             tl.store(weights + first + CHOSEN + number, factor)
@@ -189,13 +198,16 @@ def route(
     shared_gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `LayerOperations.route`."""
-    tokens, experts = logits.shape
+    tokens, experts = logits.shape[-2:]
+    parts = len(logits) if logits.dim() == 3 else 1
+    is_wide = logits.dim() == 3 and logits.dtype == torch.float32  # and its product not rounded yet
+    assert parts <= SHORT_PARTS_MAX and logits.is_contiguous(), (logits.shape, logits.stride())
     shape = (tokens, router.chosen + router.shared)
     chosen = torch.empty(shape, dtype=torch.int32, device=logits.device)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     read, gate = (logits, logits) if x is None or shared_gate is None else (x, shared_gate)
-    assert read.stride(1) == 1 and gate.is_contiguous(), "the numbers of a row lie apart"
-    hidden = read.shape[1]
+    assert read.stride(-1) == 1 and gate.is_contiguous(), "the numbers of a row lie apart"
+    hidden = read.shape[-1]
     route_kernel[(tokens,)](
         logits,
         logits if bias is None else bias,
@@ -206,6 +218,7 @@ def route(
         weights,
         experts,
         router.shared,
+        parts,
         read.stride(0),
         hidden,
         router.first_held,
@@ -227,6 +240,8 @@ def route(
         GROUP_BLOCK=triton.next_power_of_2(experts // router.groups),
         GATE_STEPS=0 if shared_gate is None else ceil_div(hidden, GATE_BLOCK),
         ROUNDED=ROUNDED[router.dtype],
+        PARTS=1 if parts == 1 else SHORT_PARTS_MAX,
+        SUM_ROUNDED=ROUNDED[x.dtype if x is not None and is_wide else None],
         num_warps=1 if experts <= 256 else 4,
         **launch_options(launch.overlap),
     )

@@ -375,6 +375,10 @@ def run_experts(operations: FusedOperations, layout: Layout, dtype: torch.dtype,
         bias = torch.empty(count) if biased else None
         gated = [torch.empty((rows, GATES[name]), dtype=logits_dtype) for rows in (tokens, 1) if name in GATES]
         operations.route(torch.empty((tokens, count), dtype=logits_dtype), router, bias, None, *gated)
+        for parts in () if logits_dtype == torch.float32 else (1, 5) if operations.target.hopper else (1,):
+            wide = torch.empty((parts, tokens, count))
+            given = gated or [torch.empty((tokens, 8), dtype=logits_dtype)]
+            operations.route(wide, router, bias, None, *given)
     shared, width = random.choice(((1, 8), (2, 6))) if layout.shared else (0, width)
     blocks = [
         torch.empty(shape, dtype=dtype) if shared else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -172,6 +172,19 @@ def test_equal_scores_choose_the_lowest_index(route: Route) -> None:
         assert route(logits, router)[0].tolist() == [[0, 1, 2], [4, 7, 0], [0, 1, 2]]
     grouped = route(logits, Router(3, "sigmoid", groups=3, groups_chosen=1))[0]
     assert grouped.tolist() == [[0, 1, 2], [4, 7, 5], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("parts", [1, 2, 15])
+def test_logits_in_parts_are_added_in_order_and_rounded(parts: int, route: Route) -> None:
+    """float16, because Triton's interpreter cuts off bits of bfloat16."""
+    logits = torch.randn(parts, 9, 24, generator=torch.Generator().manual_seed(parts))
+    total = reduce(torch.add, logits)
+    router = Router(5, normalises=True)
+    for x, added in ((None, total), (torch.zeros(9, 8, dtype=torch.float16), total.half().float())):
+        found, wanted = route(logits, router, None, None, x), route(added, router)
+        assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(route(total, router)[1], wanted[1])
 
 
 @interpreted

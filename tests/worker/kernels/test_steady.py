@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from kvforge.worker.device.device import Device, open_device
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels import SLAB, choose_operations, fused, row_counts
 from kvforge.worker.kernels.fused import FusedOperations
-from kvforge.worker.kernels.linear import FEW, choose_tiles
+from kvforge.worker.kernels.linear import FEW, choose_tiles, steady_parts
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.recurrent import MixerStep
 from kvforge.worker.kernels.steady import same_bits, unsteady_products, unsteady_steps
@@ -66,6 +67,55 @@ def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
         tiles = [choose_tiles(rows, n, 1024, target, divisible=False, gated=False) for rows in (1, 17, 431, 4096)]
         assert all(tiles) == bool(target.matrix or target.backend != "cuda")
         assert choose_tiles(4096, n, 1024, TARGETS[name], divisible=False, gated=False) is None
+
+
+@pytest.mark.parametrize("divisible", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(128, 2048), (32, 2880), (160, 5120), (256, 7168), (64, 192)])
+def test_a_routers_sum_has_as_many_parts_for_any_number_of_rows(n: int, k: int, divisible: bool) -> None:
+    target = replace(TARGETS["sm_90"], steady=True)
+    tiles = [choose_tiles(rows, n, k, target, divisible=divisible, gated=False) for rows in (1, 16, 64, 500, 9000)]
+    kept = {(each.parts * each.inside, each.depth, each.warps) for each in tiles if each is not None}
+    assert None not in tiles and len(kept) == 1
+    ((parts, depth, _),) = kept
+    assert k % (parts * depth) == 0 and parts == (
+        1 if not divisible or k == 192 else {2880: 15, 5120: 10, 7168: 14}.get(k, 8)
+    )
+    used = {each.parts for each in tiles if each is not None}
+    assert used == {parts, 1}, "few tokens are divided, many are not"
+
+
+def test_narrow_sums_have_as_many_parts_for_any_number_of_rows() -> None:
+    """As 32 tiles of rows are too few to read a weight at the memory's bandwidth."""
+    target = replace(TARGETS["sm_90"], steady=True)
+    for n, k, parts in ((2048, 4096, 2), (1536, 8192, 2), (2048, 2048, 1), (2880, 4096, 1), (2048, 4224, 1)):
+        assert steady_parts(n, k, target) == parts
+        assert steady_parts(n, k, replace(target, name="sm_100")) == 1, "measured on Hopper alone"
+        for rows in (1, 16, 17, 64, 65, 128, 129, 192, 193, 256, 257, 384, 385, 640, 641, 9000):
+            tiles = choose_tiles(rows, n, k, target, divisible=True, gated=False)
+            assert tiles is None or tiles.parts * tiles.inside == parts
+            assert (tiles is None) == (rows > 64 if parts == 1 else 256 < rows <= 384)
+            whole = choose_tiles(rows, n, k, target, divisible=False, gated=False)
+            assert whole is None or whole.parts * whole.inside == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(2048, 4096), (1536, 8192), (128, 2048), (32, 2880)])
+def test_sums_in_parts_have_the_same_bits_among_any_number_of_rows_on_a_gpu(n: int, k: int, biased: bool) -> None:
+    operations = choose_operations(open_device("auto"), torch.bfloat16)
+    torch.manual_seed(n)
+    x, weight, bias = (torch.randn(shape, device="cuda").bfloat16() for shape in ((1000, k), (n, k), (n,)))
+
+    def added(first: int, count: int) -> torch.Tensor:
+        return reduce(
+            torch.add, operations.linear_parts(x[first : first + count], weight, bias if biased else None).float()
+        )
+
+    whole = added(0, 1000).bfloat16()
+    for count in (*range(1, 70), 100, 128, 129, 200, 256, 300, 511, 512, 900):
+        for first in (0, 1000 - count):
+            assert same_bits(added(first, count).bfloat16(), whole[first : first + count]), (count, first)
 
 
 @pytest.mark.parametrize("steady", [False, True])

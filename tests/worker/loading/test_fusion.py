@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,21 @@ def test_products_on_a_gpu(dtype: torch.dtype, tolerance: float, case: tuple[int
     device = open_device()
     for overlap in {False, FusedOperations(device).overlap}:
         check_product(device, dtype, tolerance, case, overlap)
+
+
+@interpreted
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_parts_that_a_program_adds_have_the_bits_of_parts_that_are_added(parts: int, biased: bool, cpu: Device) -> None:
+    torch.manual_seed(parts)
+    x, weight = torch.randn((21, 768)).half(), torch.randn((48, 768)).half()
+    bias = torch.randn(48).half() if biased else None
+    launch = LaunchSettings(current_target(cpu))
+    few = linear_parts(launch, x, weight, bias, LinearTiles(16, 64, 16, parts, 2, 3), torch.float32)
+    many = linear_parts(launch, x, weight, bias, LinearTiles(16, 64, 64, 1, 2, 4, inside=parts), torch.float32)
+    assert few.shape == (parts, 21, 48) and many.shape == (1, 21, 48)
+    assert torch.equal(reduce(torch.add, few), many[0])
+    assert not torch.equal(many, linear_parts(launch, x, weight, bias, LinearTiles(16, 64, 16, 1, 2, 4), torch.float32))
 
 
 @interpreted
