@@ -13,7 +13,7 @@ import triton
 from kvforge.worker.device.target import DecodeTiles, Target, TileKey, head_class, head_tiles, in_units
 
 from .decode_kernel import decode_kernel
-from .decode_plan import DecodePlanner
+from .decode_plan import STEADY_PARTS, DecodePlanner
 from .interface import AttentionOptions, KvLayer
 from .plan_items import FIELDS
 from .sinks import sinks_of
@@ -62,11 +62,14 @@ def decode_planner(
 
 
 def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> bool:
-    """Return whether each program of whole rows can have a multiprocessor to itself, and so may use other tiles.
+    """Return whether each program can have a multiprocessor to itself, and so may use other tiles.
+
+    Bits depend on the keys of a tile. A steady target has as many in both, and is asked for the most parts of a row.
 
     dtype: dtype of K and V.
     """
-    return not target.steady and rows * _units(heads, kv_heads, head_size, dtype, target) <= target.multiprocessors
+    programs = rows * _units(heads, kv_heads, head_size, dtype, target)
+    return programs * (STEADY_PARTS if target.steady else 1) <= target.multiprocessors
 
 
 def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:

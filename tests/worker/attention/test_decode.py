@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvforge.worker.attention import AttentionOptions, KvLayer, decode
-from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
+from kvforge.worker.attention.decode import DecodeWorkspace, decode_planner, decode_tiles, is_few, paged_decode
 from kvforge.worker.attention.decode_plan import STEADY_MIN, STEADY_PARTS, DecodePlanner
 from kvforge.worker.attention.plan_items import DECODE_HEAD, DECODE_PART, FIELDS, named
 from kvforge.worker.attention.quantised import dequantise, is_quantised, quantise
@@ -316,6 +316,30 @@ def test_a_plan_made_from_an_earlier_one_is_the_same(steady: bool, window: int) 
         earlier, made = made.copy(), planner.plan_after(before, made, lengths)
         assert made.tolist() == planner.plan(lengths).tolist()
         assert earlier.tolist() == planner.plan(before).tolist()
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_few_rows_have_the_keys_of_many_where_bits_depend_on_them(name: str) -> None:
+    target = replace(TARGETS[name], steady=True)
+    for size, dtype in itertools.product((64, 96, 128, 256), (torch.bfloat16, torch.float32, torch.int8)):
+        few, many = (decode_tiles(size, dtype, target, each) for each in (True, False))
+        assert (few.keys, few.warps) == (many.keys, many.warps)
+
+
+def test_few_rows_are_those_whose_programs_run_at_once_at_any_length() -> None:
+    target = TARGETS["sm_90"]  # 132 multiprocessors
+    shape = 64, torch.bfloat16
+    for rows, kv_heads, any_length, whole in (
+        (1, 8, True, True),
+        (2, 8, False, True),
+        (2, 4, True, True),
+        (17, 8, False, False),
+    ):
+        few = [is_few(rows, 4 * kv_heads, kv_heads, *shape, replace(target, steady=each)) for each in (True, False)]
+        assert few == [any_length, whole]
+    lengths = np.full(2, 500_000)
+    plan = decode_planner(2, 16, 4, *shape, 0, replace(target, steady=True)).plan(lengths)
+    assert plan[0] * 4 <= 132
 
 
 def test_a_steady_plan_cuts_a_row_by_its_own_length() -> None:
