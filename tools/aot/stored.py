@@ -84,6 +84,8 @@ K, LONG = 4096, 14336
 ROWS = {"gated": 28672, "wide": 128256}  # others 4096
 TOKENS = (1, 32, 64, 300)
 EXPERTS, WIDTH = 8, 2
+INNER = 768  # of experts
+ODD_INNERS = (640, 1152)  # of 5 and 9 steps, with as many in a turn for one token as no even number has
 
 
 def stored_configurations(target: Target) -> list[Configuration]:
@@ -119,6 +121,8 @@ def stored_experts_configurations(target: Target) -> list[Configuration]:
     made: list[Configuration] = []
     for layout, tokens in product(OF_EXPERTS, (0, *sizes)):
         made += _experts(target, layout, tokens)
+    for layout, inner in product(OF_EXPERTS, ODD_INNERS if target.hopper else ()):
+        made += _experts(target, layout, 0, inner)
     return distinct(made)
 
 
@@ -145,10 +149,10 @@ def _project(
     return _one(target, label, lambda: project_codes(launch, x, layout.codes(n, K), bias, angles, angles, layer, slots))
 
 
-def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Configuration]:
-    """Yield both products. tokens: pairs of a block; 0: a single token."""
+def _experts(target: Target, layout: CodeLayout, tokens: int, inner: int = INNER) -> Iterator[Configuration]:
+    """Yield both products. tokens: pairs of a block; 0: a single token. inner: size of an expert, but of gpt-oss."""
     is_oss, alone, rows = layout == MXFP4, tokens == 0, 1 if tokens == 0 else 2
-    hidden, inner = (2880, 2880) if is_oss else (2048, 768)
+    hidden, inner = (2880, 2880) if is_oss else (2048, inner)
     chosen = meta_tensor(rows, WIDTH, dtype=torch.int32)
     pairs = Blocks(chosen, chosen, WIDTH, alone=True) if alone else Blocks(chosen, chosen, 4, alone=False)
     up, down = layout.codes(2 * inner, hidden, (EXPERTS,)), layout.codes(hidden, inner, (EXPERTS,))
@@ -156,7 +160,7 @@ def _experts(target: Target, layout: CodeLayout, tokens: int) -> Iterator[Config
     gating = OSS_GATING if is_oss else Gating(SILU)
     x, inside = meta_tensor(rows, hidden, dtype=BF16), meta_tensor(rows * WIDTH, inner, dtype=BF16)
     weights = meta_tensor(rows, WIDTH, dtype=F32)
-    label = f"codes of experts {layout} {'one token' if alone else f'by {tokens}'}"
+    label = f"codes of experts {layout} {'one token' if alone else f'by {tokens}'}{f' {inner}' * (inner in ODD_INNERS)}"
     launch, size = launched_on(target), max(16, tokens)
     yield _one(target, f"{label} up", lambda: stored_up(launch, x, up, biases[0], gating, pairs, WIDTH, size))
     yield _one(target, f"{label} down", lambda: stored_down(launch, inside, down, biases[1], weights, pairs, size))

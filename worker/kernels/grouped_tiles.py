@@ -84,9 +84,10 @@ def tiles_for(tokens: int, rows: int, k: int, dtype: torch.dtype, target: Target
         depth = min(depth, 64)
         high = tall if tokens == 64 and target.backend == "cuda" else ROWS
         return GroupedTiles(high, depth, tokens, 4, 3 if target.backend == "cuda" else 2)
-    # On an H100 three stages of 16 KiB are as fast as any number (benchmarks/results/gpu_experts.json).
+    # On an H100 three stages of 16 KiB are as fast as any number (benchmarks/results/gpu_experts.json). An H200 gains
+    # by a fourth where the depth is 64 (benchmarks/NOTES.md).
     if tokens <= 32:
-        return GroupedTiles(ROWS if depth == 128 else tall, depth, tokens, 4, 3, prefetch=2)
+        return GroupedTiles(ROWS if depth == 128 else tall, depth, tokens, 4, 3 if depth == 128 else 4, prefetch=1)
     return GroupedTiles(tall, depth, tokens, 8 if tokens * tall > 64 * 128 else 4, 3)
 
 

@@ -20,7 +20,17 @@ from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
 from .launching import Launching
 from .stored import Codes
-from .stored_linear import AHEAD, COLUMNS, StoredTiles, depth_of, group_steps, row_stride, steps_of, steps_together
+from .stored_linear import (
+    AHEAD,
+    ALONE_COLUMNS,
+    COLUMNS,
+    StoredTiles,
+    depth_of,
+    group_steps,
+    row_stride,
+    steps_of,
+    steps_together,
+)
 from .stored_sum import TURNED, fetch_first, fetch_groups, stored_sum
 
 OTHER_TOKENS = {16: 12, 64: 1 << 30}
@@ -228,7 +238,7 @@ def _multiply(
     extra, extras = codes.extra
     small_groups = group < 0 or codes.exponents is not None
     tiles = stored_expert_tiles(tokens_per_block, launch.target, small_groups, sorted_pairs.alone)
-    steps = steps_of(codes, launch.target)
+    steps, columns = steps_of(codes, launch.target), ALONE_COLUMNS if sorted_pairs.alone else COLUMNS
     programs = sorted_pairs.count * ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(programs,)](
         x,
@@ -251,7 +261,7 @@ def _multiply(
         0.0 if gating is None else gating.activation.alpha,
         0.0 if gating is None else gating.activation.limit,
         STEPS=steps,
-        TOGETHER=steps_together(codes, steps, tiles, COLUMNS, launch.target),
+        TOGETHER=steps_together(codes, steps, tiles, columns, launch.target),
         DOWN=gating is None,
         CODE=codes.code,
         SETS=CODES[codes.code],

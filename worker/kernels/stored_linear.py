@@ -33,7 +33,10 @@ FEW_TOKENS = 64  # up to here, parts are left to the next operation
 AHEAD = 2  # steps of words that are fetched into the L2 cache before the inputs are ready
 PART_STEPS = 8  # least steps of a part
 PARTS = (4, 2)
-COLUMNS, ALONE_COLUMNS = 128, 256  # of a turn of a sum's loop; the second for a multiprocessor's only tile
+COLUMNS, ALONE_COLUMNS = (
+    128,
+    256,
+)  # of a turn of a sum's loop; the second for a multiprocessor's only tile, and experts of one token
 SUM_REGISTERS = 64  # of a thread, most for the sums of one turn
 _WORDS, _TURNED = tl.constexpr(WORDS), tl.constexpr(TURNED)
 
