@@ -20,7 +20,7 @@ from kvforge.worker.loading.model import LoadedModel
 from .host_placement import HostPlacement
 from .host_transfers import HostTransfers
 
-LAYERS_VERSION = 3  # raised when layers of any model compute K and V with other bits than before
+LAYERS_VERSION = 4  # raised when layers of any model compute K and V with other bits than before
 log = logging.getLogger("worker")
 
 
