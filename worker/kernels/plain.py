@@ -6,7 +6,7 @@ before its weight is applied, a sum before the next norm reads it, and SiLU befo
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -295,7 +295,18 @@ def _missing(x: torch.Tensor) -> int:
     """
     if x.device.type != "cpu" or len(x) >= MKL_ROWS * torch.get_num_threads():
         return 0
-    return -len(x) % 4 if len(x) <= 4 or len(x) >= MKL_ROWS else MKL_ROWS - len(x)
+    return -len(x) % 4 if len(x) <= _few_rows() or len(x) >= MKL_ROWS else MKL_ROWS - len(x)
+
+
+@cache
+def _few_rows() -> int:
+    """Return up to how many rows MKL sums four as it does MKL_ROWS: 4, or 0 where few have kernels of their own.
+
+    These are those of Intel's CPUs with AVX-512.
+    """
+    generator, like = torch.Generator().manual_seed(0), torch.empty(0, dtype=torch.float32, device="cpu")
+    x, weight = (like.new_empty((rows, 64)).normal_(generator=generator) for rows in (MKL_ROWS, 3))
+    return 4 if torch.equal(linear(x[:4], weight), linear(x, weight)[:4]) else 0
 
 
 def _is_compiled_by_rows(x: torch.Tensor) -> bool:

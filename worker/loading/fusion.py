@@ -45,7 +45,7 @@ from .coded_parts import CodedLinear, coded_linears
 from .description import Family, TokenBlocks
 from .latents import LatentParts, absorbed
 from .mixers import BoundMixer
-from .mixtures import MixtureParts, packed_experts
+from .mixtures import MixtureParts, packed_experts, packed_router
 from .parts import DecoderParts, LayerParts, parts_of
 from .quantisation import WeightPacker
 from .reordered import ReorderedRows, halves_of_pairs, in_every_head
@@ -357,7 +357,7 @@ def _mixture(
         if joined is not None:
             matrices, router, shared = joined, replace(router, shared=joined.shared), None
     return MixtureOfExperts(
-        gate=found.gate,
+        gate=found.gate if packer is None else packed_router(found.gate, packer),
         router=router,
         choice_bias=found.choice_bias,
         factors=found.factors,

@@ -12,6 +12,7 @@ from kvforge.worker.kernels.activations import Activation
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts, grouped_experts, is_experts
 from kvforge.worker.kernels.layer_weights import Projection
+from kvforge.worker.kernels.packed import PackedOperations
 from kvforge.worker.kernels.plain import PlainOperations
 from kvforge.worker.kernels.router import Router
 
@@ -89,6 +90,18 @@ def mixture_of(feed: Any, mixture: Mixture, config: Any, is_shared: bool) -> Mix
         activation=experts.activation,
         is_shared=is_shared,
     )
+
+
+@torch.no_grad()
+def packed_router(gate: Projection, packer: WeightPacker) -> Projection:
+    """Pack the weight of a router in float32, if others are packed: MKL sums few results by the number of rows.
+
+    Raises:
+        KernelError: As raised by `PackedOperations.pack`.
+    """
+    if not isinstance(packer.operations, PackedOperations) or gate.weight.dtype != torch.float32:
+        return gate
+    return replace(gate, weight=packer.operations.pack(gate.weight))
 
 
 @torch.no_grad()

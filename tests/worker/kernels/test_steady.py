@@ -69,6 +69,19 @@ def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
         assert choose_tiles(4096, n, 1024, TARGETS[name], divisible=False, gated=False) is None
 
 
+@pytest.mark.parametrize("k", [64, 512])
+@pytest.mark.parametrize("n", [2, 3, 8, 24])
+def test_few_results_of_few_rows_are_those_among_many_on_a_cpu(n: int, k: int) -> None:
+    """MKL has kernels of their own for few rows on Intel's CPUs with AVX-512."""
+    generator = torch.Generator().manual_seed(n)
+    x, weight = torch.randn((80, k), generator=generator), torch.randn((n, k), generator=generator)
+    operations = PlainOperations()
+    whole = operations.linear(x, weight)
+    for rows in range(1, 40):
+        for first in (0, 80 - rows):
+            assert same_bits(operations.linear(x[first : first + rows], weight), whole[first : first + rows])
+
+
 @pytest.mark.parametrize("divisible", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(128, 2048), (32, 2880), (160, 5120), (256, 7168), (64, 192)])
 def test_a_routers_sum_has_as_many_parts_for_any_number_of_rows(n: int, k: int, divisible: bool) -> None:
@@ -87,7 +100,14 @@ def test_a_routers_sum_has_as_many_parts_for_any_number_of_rows(n: int, k: int, 
 def test_narrow_sums_have_as_many_parts_for_any_number_of_rows() -> None:
     """As 32 tiles of rows are too few to read a weight at the memory's bandwidth."""
     target = replace(TARGETS["sm_90"], steady=True)
-    for n, k, parts in ((2048, 4096, 2), (1536, 8192, 2), (2048, 2048, 1), (2880, 4096, 1), (2048, 4224, 1)):
+    for n, k, parts in (
+        (2048, 4096, 2),
+        (1536, 8192, 2),
+        (2048, 2048, 1),
+        (2880, 4096, 1),
+        (2048, 4224, 1),
+        (200, 4096, 1),
+    ):
         assert steady_parts(n, k, target) == parts
         assert steady_parts(n, k, replace(target, name="sm_100")) == 1, "measured on Hopper alone"
         for rows in (1, 16, 17, 64, 65, 128, 129, 192, 193, 256, 257, 384, 385, 640, 641, 9000):
