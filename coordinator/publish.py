@@ -37,6 +37,7 @@ def publish_rows(machine: Machine, tables: TablesWriter) -> None:
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
         tables.block_kind[ids] = blocks.kind[ids]
+        tables.block_state[ids] = blocks.state[ids]
         blocks.changed.clear()
 
 

@@ -13,6 +13,7 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_kind        [blocks] int8   what the block holds, a place in BLOCK_KINDS; 0 for a free block
+    block_state       [blocks] int8   a place in BLOCK_STATES
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
     row_states        [slots] int32   used columns of state_table; 0 for a model without a recurrent state
     state_table       [slots, states_per_sequence] int32   global ids of the blocks that hold a sequence's state
@@ -41,12 +42,13 @@ from .errors import InvalidConfiguration
 from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS, TENANT_TIERS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 13
+LAYOUT_VERSION = 14
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
 STEP_RING_SLOTS, STEP_SLOT_BYTES = 4, 1 << 17
 BLOCK_KINDS = ("kv", "state", "checkpoint", "window")
+BLOCK_STATES = ("free", "referenced", "quarantined", "cached")
 
 HEADER = np.dtype(
     [
@@ -107,6 +109,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
     ("block_kind", "|i1", ("blocks",)),
+    ("block_state", "|i1", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
     ("row_states", "<i4", ("slots",)),
     ("state_table", "<i4", ("slots", "states_per_sequence")),

@@ -118,6 +118,7 @@ class TablesWriter:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_kind: Int8Array = views["block_kind"]
+        self.block_state: Int8Array = views["block_state"]
         self.block_table: Int32Array = views["block_table"]
         self.row_states: Int32Array = views["row_states"]
         self.state_table: Int32Array = views["state_table"]
@@ -224,6 +225,7 @@ class TablesReader:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_kind: Int8Array = views["block_kind"]
+        self.block_state: Int8Array = views["block_state"]
         self._step_ring_head, self._step_slots = views["mail_head"], views["mail"]
         self.retries = 0
 

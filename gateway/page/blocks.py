@@ -25,8 +25,8 @@ class Frame(msgspec.Struct, frozen=True):
 
     `data` is zlib-compressed, little-endian, and saturates values that do not fit. It holds, for a delta, [n] uint32
     block ids; then for each of the n blocks its reference count [n] uint8, the number of the tenant that is charged for
-    it [n] uint16 (0: free), the age of its content [n] uint8 (see `ages`), and its kind [n] uint8 (a place in
-    `layout.BLOCK_KINDS`).
+    it [n] uint16 (0: free), the age of its content [n] uint8 (see `ages`), its kind [n] uint8 (a place in
+    `layout.BLOCK_KINDS`), and its state [n] uint8 (a place in `layout.BLOCK_STATES`).
 
     Attributes:
         frame: The number of this frame.
@@ -49,8 +49,8 @@ class BlockMap:
     def __init__(self) -> None:
         self.number = 0
         self._whole_at = 0  # a viewer with an older frame gets the whole map
-        none = np.zeros(0, np.int32)
-        self._seen = BlockColumns(none, none, none, np.zeros(0, np.int8))
+        none, no_places = np.zeros(0, np.int32), np.zeros(0, np.int8)
+        self._seen = BlockColumns(none, none, none, no_places, no_places)
         self._changed = np.zeros(0, np.int64)
         self._since_s = np.zeros(0)
         self._packed: dict[int, bytes] = {}
@@ -74,7 +74,8 @@ class BlockMap:
             self._changed, self._since_s = np.full(count, self.number), np.full(count, now_s)
         else:
             moved = (found.generation != seen.generation) | (found.owner != seen.owner)
-            changed = moved | (found.refcount != seen.refcount) | (found.kind != seen.kind)
+            changed = moved | (found.refcount != seen.refcount)
+            changed |= (found.kind != seen.kind) | (found.state != seen.state)
             if not changed.any():
                 return False
             self.number += 1
@@ -101,7 +102,8 @@ class BlockMap:
         at: Any = slice(None) if not base else ids
         holders = np.minimum(self._seen.refcount[at], HOLDERS_MAX).astype("u1")
         owners = np.minimum(self._seen.owner[at], OWNER_MAX).astype("<u2")
-        parts = [holders, owners, ages(now_s - self._since_s[at]), self._seen.kind[at].astype("u1")]
+        kinds, states = self._seen.kind[at].astype("u1"), self._seen.state[at].astype("u1")
+        parts = [holders, owners, ages(now_s - self._since_s[at]), kinds, states]
         if base:
             parts.insert(0, ids.astype("<u4"))
         data = zlib.compress(b"".join(part.tobytes() for part in parts), LEVEL)

@@ -15,7 +15,7 @@ from typing import Self
 
 from kvforge.protocol import platforms, transport
 from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
-from kvforge.protocol.layout import BLOCK_KINDS
+from kvforge.protocol.layout import BLOCK_KINDS, BLOCK_STATES
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
 from kvforge.protocol.service_metrics import ServiceMetrics
 from kvforge.protocol.tables import Int8Array, TablesReader
@@ -50,22 +50,28 @@ class BlockCounts:
         owner: The number of the tenant that is charged for it, 0 for none.
         kind: What it holds: the "kv" of tokens, a part of a recurrent "state" or of a "checkpoint" of one, or the KV of
             layers with a sliding "window". "kv" for a free block.
+        state: "free", "referenced", "cached", or "quarantined": no holders, but a step in flight may touch it.
     """
 
     refcount: int
     generation: int
     owner: int
     kind: str
+    state: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockColumns:
-    """All blocks by id, as in `BlockCounts`: [n] int32 each, kinds [n] int8 as places in BLOCK_KINDS."""
+    """All blocks by id, as in `BlockCounts`: [n] int32 each.
+
+    Kinds and states are [n] int8, places in `BLOCK_KINDS` and `BLOCK_STATES` of `kvforge.protocol.layout`.
+    """
 
     refcount: Int32Array
     generation: Int32Array
     owner: Int32Array
     kind: Int8Array
+    state: Int8Array
 
 
 class Tables:
@@ -257,6 +263,7 @@ class Tables:
             generation=int(reader.block_generation[block_id]),
             owner=int(reader.block_owner[block_id]),
             kind=BLOCK_KINDS[reader.block_kind[block_id]],
+            state=BLOCK_STATES[reader.block_state[block_id]],
         )
 
     def blocks(self, count: int) -> BlockColumns:
@@ -270,6 +277,7 @@ class Tables:
             generation=reader.block_generation[upto].copy(),
             owner=reader.block_owner[upto].copy(),
             kind=reader.block_kind[upto].copy(),
+            state=reader.block_state[upto].copy(),
         )
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The kinds of blocks, as the shared tables show them after every turn."""
+"""The kinds and states of blocks, as the shared tables show them after every turn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from kvforge.coordinator.publish import publish
-from kvforge.protocol.layout import BLOCK_KINDS, Geometry
+from kvforge.protocol.layout import BLOCK_KINDS, BLOCK_STATES, Geometry
 from kvforge.protocol.meters import POOL_COUNTS
 from kvforge.protocol.tables import TablesReader, TablesWriter
+from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 from tests.coordinator.test_states import stateful
 from tests.coordinator.test_windows import windowed
@@ -48,12 +49,33 @@ def test_the_tables_name_the_kind_of_every_block(
             driver.step()
             publish(driver.machine, tables, driver.now_us)
             assert np.array_equal(reader.block_kind, cache.blocks.kind)
+            assert np.array_equal(reader.block_state, cache.blocks.state)
             in_use = np.bincount(reader.block_kind[reader.block_owner > 0], minlength=len(BLOCK_KINDS))
             seen |= {BLOCK_KINDS[kind] for kind in np.flatnonzero(in_use)}
     (pool,) = (dict(zip(POOL_COUNTS, row, strict=False)) for row in tables.metrics.pools[:1].tolist())
     assert [pool[f"{kind}_blocks"] for kind in BLOCK_KINDS[1:]] == in_use[1:].tolist()
     assert pool["blocks"] - pool["free"] == in_use.sum()
     assert seen == kinds
+    tables.close()
+
+
+def test_the_tables_show_a_quarantine_and_its_end(make_pool: MakePool, tmp_path: Path) -> None:
+    """Its end leaves the count, owner and generation of a block as they were: the prefix index keeps the block."""
+    driver, worker = make_pool()
+    tables, blocks = tables_of(driver, tmp_path), driver.machine.cache.blocks
+    reader = TablesReader(tables.path)
+    request = driver.submit([1, 2, 3, 4, 5], max_tokens=4)
+    driver.turn()
+    first = int(driver.machine.cache.sequences.table[worker.steps[0].slots[0], 0])
+    driver.answer(worker)
+    driver.cancel(request)  # while the next step, which reads the block, is in flight
+    publish(driver.machine, tables, driver.now_us)
+    before = blocks.refcount[first], blocks.owner[first], blocks.generation[first]
+    assert BLOCK_STATES[reader.block_state[first]] == driver.block(first).state == "quarantined"
+    driver.run_until_idle()
+    publish(driver.machine, tables, driver.now_us)
+    assert (blocks.refcount[first], blocks.owner[first], blocks.generation[first]) == before
+    assert BLOCK_STATES[reader.block_state[first]] == driver.block(first).state == "cached"
     tables.close()
 
 

@@ -253,6 +253,7 @@ def test_the_published_tables_are_the_state_after_every_turn(make_pool: MakePool
         assert np.array_equal(tables.block_refcount, cache.blocks.refcount)
         assert np.array_equal(tables.block_generation, cache.blocks.generation)
         assert np.array_equal(tables.block_owner, cache.blocks.owner)
+        assert np.array_equal(tables.block_state, cache.blocks.state)
         if worker.inbox:
             driver.answer(worker)
     tables.close()

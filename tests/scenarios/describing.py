@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator.core.cache.blocks import FREE, STATE_NAMES
+from kvforge.coordinator.core.cache.blocks import FREE
 from kvforge.coordinator.core.machine import Machine
+from kvforge.protocol.layout import BLOCK_STATES
 from kvforge.protocol.messages import (
     Accepted,
     Appended,
@@ -184,7 +185,7 @@ def describe_state(machine: Machine, names: Names) -> list[str]:
             if state != FREE:
                 indexed = ", indexed" if blocks.indexed[block] else ""
                 count = f" by {blocks.refcount[block]}" if blocks.refcount[block] else ""
-                lines.append(f"  block {block}: {STATE_NAMES[state]}{count}{indexed}")
+                lines.append(f"  block {block}: {BLOCK_STATES[state]}{count}{indexed}")
     s = cache.sequences
     for number, slot in s.slot_of.items():
         used = _list(s.blocks_of(slot))

@@ -234,6 +234,7 @@ class Checker:
                 stored = tables.state_table[slot, :width].tolist()
                 assert stored == s.states[slot, :width].tolist(), f"row {slot} is published with wrong state blocks"
         assert tables.block_refcount.tolist() == blocks.refcount.tolist(), "a reference count is not published"
+        assert tables.block_state.tolist() == blocks.state.tolist(), "a state of a block is not published"
         stored, known = tables.block_generation.tolist(), blocks.generation.tolist()
         if stored != known:  # a new table has no data about lost pools
             pools = [group.pool for group in self._machine.cache.groups.values()]

@@ -440,7 +440,9 @@ class BlockPool:
             over = self.blocks.touch[ids] <= self.done_step
             if count := int(np.count_nonzero(over)):
                 self.quarantined -= count
-                self._cache_or_free(ids[over])
+                released = ids[over]
+                self.blocks.changed.append(released)  # a cached one differs from before in its state alone
+                self._cache_or_free(released)
             if count < ids.size:
                 self._quarantine.append(ids[~over])
 

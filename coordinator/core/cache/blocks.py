@@ -19,10 +19,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.layout import BLOCK_KINDS
+from kvforge.protocol.layout import BLOCK_KINDS, BLOCK_STATES
 
-FREE, REFERENCED, QUARANTINED, CACHED = range(4)
-STATE_NAMES = ("free", "referenced", "quarantined", "cached")
+FREE, REFERENCED, QUARANTINED, CACHED = range(len(BLOCK_STATES))
 KV, RECURRENT, CHECKPOINT, WINDOW = range(len(BLOCK_KINDS))
 
 BlockIds = npt.NDArray[np.int64]

@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 
 from kvforge.protocol.errors import BlockNotFound
+from kvforge.protocol.layout import BLOCK_STATES
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
-from ..cache.blocks import RECURRENT, STATE_NAMES, WINDOW
+from ..cache.blocks import RECURRENT, WINDOW
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.pins import shown
 from ..events import FromClient
@@ -114,5 +115,5 @@ class BlockCommands:
             block_id=block,
             refcount=len(self._holders(block, seen)) if seen else int(blocks.refcount[block]),
             generation=int(blocks.generation[block]),
-            state=STATE_NAMES[int(blocks.state[block])],
+            state=BLOCK_STATES[int(blocks.state[block])],
         )

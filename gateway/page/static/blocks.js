@@ -2,10 +2,12 @@
 import { columns } from "./unpack.js";
 
 export const FREE = 0;
-export const CACHED = 1; // or quarantined until a step completes: the tables do not distinguish them
-export const HELD = 2;
-export const SHARED = 3;
-export const STATES = ["free", "cached", "held", "shared"];
+export const CACHED = 1;
+export const QUARANTINED = 2; // without holders until a step completes
+export const HELD = 3;
+export const SHARED = 4;
+export const STATES = ["free", "cached", "quarantined", "held", "shared"];
+const BY_SERVER_STATE = [FREE, HELD, QUARANTINED, CACHED]; // places in BLOCK_STATES of protocol/layout.py
 export const KINDS = ["KV of tokens", "recurrent state", "checkpoint of a state", "KV of a window"];
 export const AGE_LIMITS_S = [1, 10, 60, 600, 3600];
 
@@ -22,13 +24,14 @@ export class Blocks {
     this.holders = new Uint8Array(count);
     this.owners = new Uint16Array(count);
     this.kinds = new Uint8Array(count);
+    this.states = new Uint8Array(count);
     this.sinceMs = new Float64Array(count);
   }
 
   // Applies a frame. Returns the changed ids, null if all changed, undefined if the frame does not follow ours.
   async take(frame) {
     if (frame.base !== 0 && frame.base !== this.frame) return undefined;
-    const { ids, holders, owners, ages, kinds } = await columns(frame);
+    const { ids, holders, owners, ages, kinds, states } = await columns(frame);
     if (this.count !== frame.count) this.resize(frame.count);
     const now = performance.now();
     const age = Float64Array.from({ length: 256 }, (_, step) => now - 1000 * seconds(step));
@@ -37,6 +40,7 @@ export class Blocks {
       this.holders[block] = holders[i];
       this.owners[block] = owners[i];
       this.kinds[block] = kinds[i];
+      this.states[block] = states[i];
       this.sinceMs[block] = age[ages[i]];
     }
     this.frame = frame.frame;
@@ -44,9 +48,8 @@ export class Blocks {
   }
 
   state(block) {
-    if (this.owners[block] === 0) return FREE;
-    const holders = this.holders[block];
-    return holders === 0 ? CACHED : holders === 1 ? HELD : SHARED;
+    const state = BY_SERVER_STATE[this.states[block]];
+    return state === HELD && this.holders[block] > 1 ? SHARED : state;
   }
 
   ageS(block) {

@@ -1,5 +1,5 @@
 // Pools as maps on a canvas, one cell per block, with a readout for pointer and keyboard.
-import { Blocks, CACHED, FREE, KINDS, STATES } from "./blocks.js";
+import { Blocks, CACHED, FREE, HELD, KINDS, QUARANTINED, STATES } from "./blocks.js";
 import { AGE_COLOURS, KIND_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { poolText } from "./pool_text.js";
@@ -79,7 +79,7 @@ export class Pools {
     const bar = node.querySelector(".bar");
     bar.replaceChildren(
       part(pool.referenced, shade("held"), `held ${pool.referenced}`),
-      part(pool.quarantined, shade("notice"), `quarantined ${pool.quarantined}`),
+      part(pool.quarantined, shade("quarantined"), `quarantined ${pool.quarantined}`),
       part(pool.cached, shade("cached"), `cached ${pool.cached}`),
       part(pool.free, shade("free"), `free ${pool.free}`),
     );
@@ -100,10 +100,10 @@ export class Pools {
       kind: [...KIND_COLOURS.map((name, kind) => [shade(name), KINDS[kind]]), [shade("free"), "free"]],
     }[this.mode];
     const said = {
-      state: "shared: several references; cached: unreferenced, kept for requests with the same prefix",
-      tenant: "paler: cached, unreferenced",
+      state: "shared: several references; cached: unreferenced, kept for requests with the same prefix; quarantined: unreferenced, a step may still use it",
+      tenant: "paler: unreferenced (cached or quarantined)",
       age: "age of a block's content, as far as observed",
-      kind: "what a block holds; paler: cached, unreferenced",
+      kind: "what a block holds; paler: unreferenced (cached or quarantined)",
     }[this.mode];
     byId("legend").replaceChildren(
       ...items.map(([background, words]) => el("span", {}, swatch(background), words)),
@@ -124,10 +124,11 @@ export class Pools {
 
   kind(block) {
     const state = this.blocks.state(block);
+    const unreferenced = state === CACHED || state === QUARANTINED;
     if (this.mode === "state") return state;
     if (this.mode === "age") return this.blocks.ageStep(block);
-    if (this.mode === "kind") return this.blocks.kinds[block] + (state === CACHED ? KIND_COLOURS.length : 0);
-    return (this.blocks.owners[block] % TENANT_COLOURS) + (state === CACHED ? TENANT_COLOURS : 0);
+    if (this.mode === "kind") return this.blocks.kinds[block] + (unreferenced ? KIND_COLOURS.length : 0);
+    return (this.blocks.owners[block] % TENANT_COLOURS) + (unreferenced ? TENANT_COLOURS : 0);
   }
 
   all() {
@@ -290,7 +291,7 @@ class PoolMap {
     const state = blocks.state(block);
     const first = el("b", {}, `Block ${block}`);
     const holders = blocks.holders[block];
-    const held = state < 2 ? STATES[state] : `held by ${holders === 255 ? "255 or more" : holders}`;
+    const held = state < HELD ? STATES[state] : `held by ${holders === 255 ? "255 or more" : holders}`;
     const facts = [held];
     if (state !== FREE && blocks.kinds[block]) facts.push(KINDS[blocks.kinds[block]]);
     if (state !== FREE)

@@ -18,5 +18,6 @@ export async function columns(frame) {
   const owners = new Uint16Array(take(2));
   const ages = new Uint8Array(take(1));
   const kinds = new Uint8Array(take(1));
-  return { ids, holders, owners, ages, kinds };
+  const states = new Uint8Array(take(1));
+  return { ids, holders, owners, ages, kinds, states };
 }

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
 import zlib
+from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvforge import BlockColumns
+from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
+from kvforge.gateway.page import blocks
 from kvforge.gateway.page.blocks import BlockMap, Frame, ages
 from tests.amount import examples
 
 COUNTS = (0, 12, 40)
+COLUMNS = {"ids": "<u4", "holders": "u1", "owners": "<u2", "ages": "u1", "kinds": "u1", "states": "u1"}
+STATIC = Path(blocks.__file__).with_name("static")
+# Applies the frame of its input as the page does.
+SHOW_STATES = """
+import { readFileSync } from "node:fs";
+import { Blocks, STATES } from "./blocks.js";
+const blocks = new Blocks();
+await blocks.take(JSON.parse(readFileSync(0)));
+console.log(JSON.stringify(Array.from({ length: blocks.count }, (_, block) => STATES[blocks.state(block)])));
+"""
 
 
 class Viewer:
@@ -27,7 +44,7 @@ class Viewer:
         found = msgspec.json.decode(encoded, type=Frame)
         packed, n, at = zlib.decompress(found.data), found.n, 0
         columns = {}
-        for name, dtype in (("ids", "<u4"), ("holders", "u1"), ("owners", "<u2"), ("ages", "u1"), ("kinds", "u1")):
+        for name, dtype in COLUMNS.items():
             if name != "ids" or found.base:
                 columns[name] = np.frombuffer(packed, dtype, n, at)
                 at += n * np.dtype(dtype).itemsize
@@ -44,7 +61,7 @@ class Viewer:
 
 def columns(count: int, refcount: int = 0, owner: int = 0) -> BlockColumns:
     numbers = np.full(count, refcount, "i4"), np.zeros(count, "i4"), np.full(count, owner, "i4")
-    return BlockColumns(*numbers, np.zeros(count, "i1"))
+    return BlockColumns(*numbers, np.zeros(count, "i1"), np.zeros(count, "i1"))
 
 
 LOOK = st.tuples(st.sampled_from(COUNTS), st.integers(0, 1 << 31))
@@ -62,12 +79,13 @@ def test_viewers_that_skip_frames_see_what_is_there(deeds: list[tuple[int, int] 
             rng = np.random.default_rng(seed)
             base = there if there.owner.size == count else columns(count)
             numbers = base.refcount.copy(), base.generation.copy(), base.owner.copy()
-            there = BlockColumns(*numbers, base.kind.copy())
+            there = BlockColumns(*numbers, base.kind.copy(), base.state.copy())
             some = rng.random(count) < rng.choice([0.05, 0.9])
             there.refcount[some] = rng.integers(0, 400, some.sum())
             there.generation[some] += rng.integers(0, 2, some.sum(), dtype="i4")
             there.owner[some] = rng.integers(0, 70_000, some.sum())
             there.kind[some] = rng.integers(0, 4, some.sum())
+            there.state[some] = rng.integers(0, 4, some.sum())
             cells.look(there, float(now_s))
         else:
             viewer = viewers[deed]
@@ -78,6 +96,7 @@ def test_viewers_that_skip_frames_see_what_is_there(deeds: list[tuple[int, int] 
                 assert (viewer.cells["holders"] == np.minimum(there.refcount, 255)).all()
                 assert (viewer.cells["owners"] == np.minimum(there.owner, 65_535)).all()
                 assert (viewer.cells["kinds"] == there.kind).all()
+                assert (viewer.cells["states"] == there.state).all()
 
 
 def test_little_that_changed_is_little_that_is_sent() -> None:
@@ -92,6 +111,35 @@ def test_little_that_changed_is_little_that_is_sent() -> None:
     news = cells.since(viewer.frame, 2.0)
     assert viewer.take(news).n == 2 and len(news) < 150
     assert viewer.cells["holders"].sum() == 9_998
+
+
+def test_a_block_whose_state_alone_changed_is_sent() -> None:
+    """The end of a quarantine changes no count, owner or generation."""
+    cells, viewer = BlockMap(), Viewer()
+    before, after = (columns(40, owner=3) for _ in range(2))
+    before.state[:], after.state[:] = CACHED, CACHED
+    before.state[7] = QUARANTINED
+    assert cells.look(before, 0.0)
+    viewer.take(cells.since(0, 0.0))
+    assert np.flatnonzero(viewer.cells["states"] == QUARANTINED).tolist() == [7]
+    assert cells.look(after, 1.0)
+    assert viewer.take(cells.since(viewer.frame, 1.0)).n == 1
+    assert (viewer.cells["states"] == CACHED).all()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
+def test_the_page_names_the_state_of_every_block(tmp_path: Path) -> None:
+    for name in ("blocks.js", "unpack.js"):
+        shutil.copy(STATIC / name, tmp_path / name)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "main.js").write_text(SHOW_STATES)
+    cells, there = BlockMap(), columns(5, owner=3)
+    there.state[:] = [FREE, REFERENCED, REFERENCED, QUARANTINED, CACHED]
+    there.refcount[1:3] = 1, 2
+    cells.look(there, 0.0)
+    command = ["node", str(tmp_path / "main.js")]
+    done = subprocess.run(command, input=cells.since(0, 0.0), capture_output=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == ["free", "held", "shared", "quarantined", "cached"]
 
 
 def test_the_age_is_that_of_the_content_not_of_its_holders() -> None:

@@ -81,7 +81,7 @@ def test_a_service_at_work() -> None:
             await page.until(shows("#sentence", f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."))
             await page.until("document.documentElement.dataset.blocks === '128'")
             await page.until(shows("#lives", "no restarts and no losses"))
-            assert await page.until(f"{COLOURS} > 1 && {COLOURS}") <= 4  # free, cached, held, shared
+            assert await page.until(f"{COLOURS} > 1 && {COLOURS}") <= 5  # free, cached, quarantined, held, shared
             await everything_is_a_click_away(page, holds.id, waits.id)
             await a_chat(page)
             for dark in (False, True):

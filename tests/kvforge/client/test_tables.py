@@ -29,7 +29,7 @@ from kvforge import (
     Tables,
     Unavailable,
 )
-from kvforge.protocol.layout import BLOCK_KINDS, GAUGES, HEADER, LAYOUT_VERSION, Geometry
+from kvforge.protocol.layout import BLOCK_KINDS, BLOCK_STATES, GAUGES, HEADER, LAYOUT_VERSION, Geometry
 from kvforge.protocol.messages import Welcome
 from kvforge.protocol.service_metrics import attempts
 from kvforge.protocol.tables import TablesReader, TablesWriter
@@ -86,13 +86,14 @@ def test_what_the_coordinator_published(writer: TablesWriter, tables: Tables) ->
     write_row(writer, 6, [], 2, 43)  # its blocks were evicted
     writer.block_refcount[9], writer.block_generation[9], writer.block_owner[9] = 2, 7, 1
     writer.block_kind[9] = BLOCK_KINDS.index("checkpoint")
+    writer.block_state[9] = BLOCK_STATES.index("quarantined")
     writer.write_gauges(range(len(GAUGES)))
     assert shown(tables) == [(42, 11), (43, 2)]
     row = tables.sequence(42)
     assert (row.sequence_id, row.length, row.blocks.tolist(), row.blocks.dtype) == (42, 11, [5, 9, 7], np.int32)
     assert tables.sequence(CachedSequence(43)).blocks.size == 0
-    assert tables.block(9) == BlockCounts(refcount=2, generation=7, owner=1, kind="checkpoint")
-    assert tables.block(63) == BlockCounts(0, 0, 0, "kv")
+    assert tables.block(9) == BlockCounts(refcount=2, generation=7, owner=1, kind="checkpoint", state="quarantined")
+    assert tables.block(63) == BlockCounts(0, 0, 0, "kv", "free")
     assert tables.block(np.int32(9)) == tables.block(9)  # type: ignore[arg-type]
     for wrong in (9.0, "9", True):
         with pytest.raises(InvalidRequest, match="block_id"):
@@ -105,15 +106,15 @@ def test_what_the_coordinator_published(writer: TablesWriter, tables: Tables) ->
 
 def test_all_blocks_at_once_are_copies(writer: TablesWriter, tables: Tables) -> None:
     writer.block_refcount[[0, 2]], writer.block_generation[2], writer.block_owner[2] = [1, 3], 7, 5
-    writer.block_kind[:3] = [3, 0, 1]
+    writer.block_kind[:3], writer.block_state[:3] = [3, 0, 1], [1, 0, 2]
     found = tables.blocks(3)
-    writer.block_refcount[:] = writer.block_kind[:] = 9
+    writer.block_refcount[:] = writer.block_kind[:] = writer.block_state[:] = 9
     assert (found.refcount.tolist(), found.generation.tolist(), found.owner.tolist()) == (
         [1, 0, 3],
         [0, 0, 7],
         [0, 0, 5],
     )
-    assert found.kind.tolist() == [3, 0, 1]
+    assert (found.kind.tolist(), found.state.tolist()) == ([3, 0, 1], [1, 0, 2])
     assert tables.blocks(1000).owner.size == GEOMETRY.blocks and tables.blocks(0).owner.size == 0
     with pytest.raises(InvalidRequest, match="count"):
         tables.blocks(-1)
