@@ -165,6 +165,7 @@ EXCEPTIONS = {
     "tests/simulation/test_simulation.py::test_every_promise_is_kept_with_more_seeds": "soak",
     "tests/test_resolution.py::test_a_worker_resolves": "soak",
     "tests/test_resolution.py::test_all_extras_resolve": "soak",
+    "tests/tools/test_process_deaths.py": "process",
     "tests/worker/attention/test_prefill.py::test_hopper_kernel_uses_groups_of_warps_and_the_copy_engine": "soak",
     "tests/worker/kernels/test_aot.py": "soak",
     "tests/worker/kernels/test_layers_aot.py": "soak",

@@ -21,6 +21,7 @@ from time import monotonic
 import pytest
 
 from kvforge import CapacityExceeded, Client
+from kvforge.process.leash import leashed
 from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint, worker_endpoint
 from tests.hostile.crowd import Crowd
 from tests.hostile.raw import WAIT_S, RawPeer
@@ -41,8 +42,9 @@ class Coordinator:
         command = f"exec {sys.executable} -m kvforge.coordinator --config {file}"
         if descriptors is not None:
             command = f"ulimit -n {descriptors}; {command}"
+        bash = leashed(["/bin/bash", "-c", command])
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(bash, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     @property
     def log(self) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from kvforge import Client, SamplingParams
+from kvforge.process.leash import leashed
 from kvforge.protocol.transport import client_endpoint
 from tools.cluster.running import tiny_model, wait_gone
 
@@ -48,7 +49,8 @@ def start(folder: Path, role: str, *settings: str) -> subprocess.Popen[bytes]:
     config = folder / f"{role}.toml"
     config.write_text("\n".join([f'runtime_dir = "{folder / "r"}"', *settings]))
     with (folder / f"{role}.log").open("ab") as log:
-        return subprocess.Popen([sys.executable, "-m", role, "--config", str(config)], stdout=log, stderr=log)
+        command = leashed([sys.executable, "-m", role, "--config", str(config)])
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 @pytest.mark.parametrize("how", ["idle", "in a step"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge import Client, SamplingParams
+from kvforge.process.leash import leashed
 from tools.cluster.cluster import Cluster
 
 WAIT_S = 120.0
@@ -24,7 +25,7 @@ class MixedCluster(Cluster):
             return
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", self.worker_module, "--config", str(config)],
+                leashed([sys.executable, "-m", self.worker_module, "--config", str(config)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from kvforge import Client
+from kvforge.process.leash import leashed
 from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
 from .fork_server import SERVICES, WORKER, Child, fork_server
@@ -178,7 +179,7 @@ class Cluster:
             return
         with path.open("ab") as log:  # fork copies no driver threads or device handles
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", whole, *arguments],
+                leashed([sys.executable, "-m", whole, *arguments]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

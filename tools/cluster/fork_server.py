@@ -4,6 +4,8 @@ A test process starts up to two fork servers. One imports the modules of `python
 model, the other imports the coordinator and the gateway, which are smaller. Then they only fork: a child runs a module
 as `__main__`, with the given arguments, environment and outputs. The child is an ordinary process of that module, with
 its own process id, command line, signals and exit status. A gateway forks its text helpers too (`forked_text.py`).
+A fork server ends when the pipe from its test process closes, and the kernel kills its children with it: pytest-xdist
+kills a test process that does not finish its fixtures in time, and no code of that process runs then.
 Tests with systemd or an explicit start, and some with `kvforge up`, cover the start in a fresh interpreter;
 `forked_up.py` has the others. `tests/integration/test_forked_worker.py` compares both.
 
@@ -133,7 +135,7 @@ class ForkServer:
         log: Path,
         environment: dict[str, str],
         module: str = "kvforge.worker",
-        leashed: bool = False,
+        own_group: bool = False,
         output: Path | None = None,
     ) -> Child:
         """Run a module as a process of its own.
@@ -144,7 +146,7 @@ class ForkServer:
             output: the file, or the pipe, for its standard output in place of `log`.
             environment: the whole environment.
             module: a package with a `__main__`, or a module.
-            leashed: the process leads a group of its own and dies with the fork server.
+            own_group: the process leads a group of its own.
         """
         assert self._process.stdin is not None
         request = {
@@ -152,7 +154,7 @@ class ForkServer:
             "arguments": arguments,
             "outputs": [str(output or log), str(log)],
             "environment": environment,
-            "leashed": leashed,
+            "own_group": own_group,
         }
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         deadline = monotonic() + FORK_S
@@ -200,7 +202,7 @@ class ForkServer:
                 self._children.pop(pid).returncode = status
 
     def close(self) -> None:
-        """Stop it; running workers become orphans."""
+        """Stop it. Children that still run are killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -312,7 +314,7 @@ def serve() -> None:
     signal.set_wakeup_fd(awake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
-    requests = b""
+    requests, own_pid = b"", os.getpid()
     while True:
         ready = select.select([0, wake], [], [])[0]
         if wake in ready:
@@ -333,7 +335,7 @@ def serve() -> None:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(awake)
-                    _become(outputs=outputs, **request)
+                    _become(parent=own_pid, outputs=outputs, **request)
                 for output in outputs:
                     os.close(output)
                 _report(pid, None)
@@ -424,12 +426,12 @@ def _report(pid: int, status: int | None) -> None:
 
 
 def _become(
-    module: str, arguments: list[str], outputs: list[int], environment: dict[str, str], leashed: bool
+    parent: int, module: str, arguments: list[str], outputs: list[int], environment: dict[str, str], own_group: bool
 ) -> NoReturn:
     """Run like `python -m MODULE ARGUMENTS` in a shell, with its outputs in `outputs`, and end the process."""
-    if leashed:
+    die_with_parent(parent)
+    if own_group:
         os.setpgid(0, 0)
-        die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for target, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), *outputs)):
@@ -460,9 +462,12 @@ def _customise(path: str, command: list[str]) -> None:
         runpy.run_path(str(file))
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, as `kvforge.process.leash` does."""
-    parent = os.getppid()
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, as `kvforge.process.leash` does.
+
+    Args:
+        parent: The parent's process id, as the parent knew it before the fork: it may have ended since.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

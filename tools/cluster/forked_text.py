@@ -72,11 +72,12 @@ def _forked(
 
     assert (stdin, process_group, len(pass_fds)) == (subprocess.DEVNULL, 0, 1), "the pool starts its helpers otherwise"
     begin = command.index(str(pool.ENTRY)) - 2  # without the leash
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            _become(list(command[begin:]), pass_fds[0], dict(env))
+            _become(parent, list(command[begin:]), pass_fds[0], dict(env))
             status = 0
         except BaseException:  # noqa: BLE001 - the caller's frames, an event loop among them, must not run on
             sys.excepthook(*sys.exc_info())
@@ -85,7 +86,7 @@ def _forked(
     return ForkedHelper(pid)
 
 
-def _become(command: list[str], descriptor: int, environment: dict[str, str]) -> None:
+def _become(parent: int, command: list[str], descriptor: int, environment: dict[str, str]) -> None:
     """Run the text helper in a child of the gateway, without the descriptors and signal handlers of the gateway."""
     from kvforge.gateway.text.process import main
 
@@ -93,7 +94,7 @@ def _become(command: list[str], descriptor: int, environment: dict[str, str]) ->
 
     gc.freeze()
     os.setpgid(0, 0)
-    die_with_parent()
+    die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

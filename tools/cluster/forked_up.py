@@ -28,11 +28,12 @@ class ForkedServer:
     def __init__(self) -> None:
         requests, asking = os.pipe()
         answers, answering = os.pipe()
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(asking)
             os.close(answers)
-            die_with_parent()
+            die_with_parent(parent)
             set_command_line([sys.executable, "-m", serve.__module__])
             for descriptor, target in ((requests, 0), (answering, 1)):
                 os.dup2(descriptor, target)
@@ -70,7 +71,7 @@ def main() -> None:
 def forked(server: ForkServer, module: str, command: list[str], output: int, environment: dict[str, str]) -> Child:
     """Start a module by the command that the supervisor would execute."""
     arguments = command[command.index(module) + 1 :]
-    return server.start(arguments, Path(f"/proc/{os.getpid()}/fd/{output}"), environment, module, leashed=True)
+    return server.start(arguments, Path(f"/proc/{os.getpid()}/fd/{output}"), environment, module, own_group=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
+from kvforge.process.leash import leashed
+
 from .fork_server import Child, fork_server
 
 DEADLINE_S = 240.0
@@ -91,7 +93,7 @@ class Process:
                 self.process = fork_server().start([*arguments], log, everything, "tools.cluster.forked_up")
             else:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "kvforge", *arguments],
+                    leashed([sys.executable, "-m", "kvforge", *arguments]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
