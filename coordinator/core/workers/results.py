@@ -71,37 +71,24 @@ class StepResults:
             or result.prompt_top_logprobs.size
         ):
             prompts = self._scored_rows(group, sent, result)
-        s, running = self._cache.sequences, self._admission.rows
         if group.host is not None or result.host_copied.size or result.host_missed.size:
             missed = self._host_copied(group, sent, result)
             prompts = [scored for scored in prompts if scored[0] not in missed]
         group.sent.popleft()
-        slots, rows, counts = sent.slots, sent.sampled, sent.counts
+        slots, rows, counts, running = sent.slots, sent.sampled, sent.counts, self._admission.rows
         if sent.message.drafts.size:
             counts = counts - sent.message.drafts  # of first tokens; `append_drafted` counts the others
-        failing: list[int] = []
-        verified = NO_SLOTS
-        again: dict[int, int] = {}
-        if result.errors:
-            again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
+        failing: dict[int, int] = {}
         if errors or sent.step_id <= group.left_step:  # some rows may have ended or been preempted
-            live = running.run[slots] == sent.runs
-            failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
-            failing = slots[live & failed & s.running[slots]].tolist()
-            good = live & ~failed
-            idle = live & ~s.running[slots]
-            if np.count_nonzero(idle):
-                good &= ~idle | self._idle_tails(sent, idle)
-            if again:
-                self._keep_prefill(slots, counts, live & np.isin(slots, list(again)))
-            sampled = (good & ~idle)[sent.samples]
+            good, sampled, failing = self._good_rows(sent, counts, result, errors)
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             top_logprobs = None if top_logprobs is None else top_logprobs.pick(np.flatnonzero(sampled))
         if rows is not slots:  # otherwise each row samples, and `append` writes what was computed
-            s.computed[slots] += counts
+            self._cache.sequences.computed[slots] += counts
         if prompts:
             self._record_prompts(prompts)
+        verified = NO_SLOTS
         if sent.message.drafts.size:
             own = (rows, tokens, logprobs, top_logprobs)
             tokens, verified = self._appender.append_drafted(group, sent, *own, further)
@@ -109,42 +96,78 @@ class StepResults:
             self._appender.append(group, sent, rows, tokens, logprobs, top_logprobs)
         if group.suspect:
             self._admission.look_at_suspect(group)
-        if group.forming:
-            self._cache.checkpoints.computed(group)
-        # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
-        windows, leaving, behind = self._cache.windows, NO_SLOTS, NO_SLOTS
-        if group.window_pages:
-            leaving, behind = windows.out_of_sight(group, slots)
-        if (
-            not sent.decodes
-            or not group.sent
-            or sent.step_id % INDEX_STEPS == 0
-            or (leaving.size and windows.unindexed(leaving, behind))
-        ):
-            self._cache.indexing.filled(group)
-        group.pool.step_done(sent.step_id)
-        if verified.size:
-            self._cache.residency.give_back(group, verified)
-        if leaving.size:
-            windows.release_behind(group, leaving, behind)
-        if group.forming:
-            self._cache.checkpoints.settle(group)
-        if s.quarantine:
-            s.step_done(group.number, sent.step_id)
-        self._finish(group, rows, tokens)
+        self._update_blocks(group, sent, slots, verified)
+        stopped = running.stopped(rows, tokens) if running.stops_most else None
+        if stopped is not None or (rows.size and (group.sampled_rows is None or group.sampled_rows.left <= 0)):
+            self._finish(rows, stopped)
         if verified.size and group.state_blocks:
             self._take_checkpoints(group, sent, verified)
         if running.scores_count:
             self._finish_scored(slots)
         if group.proposals or group.expected or result.draft_slots.size or sent.message.propose:
             drafts.take(group, sent, result)
-        for slot in failing:
-            request = self._requests.live[int(s.request[slot])]
-            if slot in again:
-                self._admission.put_off(request)
-                self._deadlines.set(self._clock.now_us + 1000 * min(again[slot], AGAIN_MS_MAX), request.id, TRIAL)
-            else:
-                self._finisher.end(request, "fail", "failed", errors[slot])
+        if failing:
+            self._end_failing(failing, errors)
+
+    def _good_rows(
+        self, sent: SentStep, counts: Slots, result: StepResult, errors: dict[int, KvforgeError]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[int, int]]:
+        """Find the rows of a step that did not fail, and whose requests were not preempted or ended meanwhile.
+
+        Args:
+            sent: The step.
+            counts: Tokens of each row without its drafts, [rows].
+            result: Its result.
+            errors: The errors by slot.
+
+        Returns:
+            Which rows these are: [rows]; for the rows that sample, which get a token: [sampled]; running
+            requests with an error, by slot: the milliseconds until they are tried again, 0 for never.
+        """
+        s, slots = self._cache.sequences, sent.slots
+        again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
+        live = self._admission.rows.run[slots] == sent.runs
+        failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
+        failing = {slot: again.get(slot, 0) for slot in slots[live & failed & s.running[slots]].tolist()}
+        good = live & ~failed
+        idle = live & ~s.running[slots]
+        if np.count_nonzero(idle):
+            good &= ~idle | self._idle_tails(sent, idle)
+        if again:
+            self._keep_prefill(slots, counts, live & np.isin(slots, list(again)))
+        return good, (good & ~idle)[sent.samples], failing
+
+    def _update_blocks(self, group: Group, sent: SentStep, slots: Slots, verified: Slots) -> None:
+        """Index the blocks that a step has filled, and release what no later step reads.
+
+        Args:
+            group: The group.
+            sent: The step.
+            slots: The rows that count, [n].
+            verified: Those with verified drafts, [m].
+        """
+        cache, windows, leaving, behind = self._cache, self._cache.windows, NO_SLOTS, NO_SLOTS
+        if group.forming:
+            cache.checkpoints.computed(group)
+        if group.window_pages:
+            leaving, behind = windows.out_of_sight(group, slots)
+        # Blocks filled by decodes are indexed for several steps at once, which is cheaper.
+        if (
+            not sent.decodes
+            or not group.sent
+            or sent.step_id % INDEX_STEPS == 0
+            or (leaving.size and windows.unindexed(leaving, behind))
+        ):
+            cache.indexing.filled(group)
+        group.pool.step_done(sent.step_id)
+        if verified.size:
+            cache.residency.give_back(group, verified)
+        if leaving.size:
+            windows.release_behind(group, leaving, behind)
+        if group.forming:
+            cache.checkpoints.settle(group)
+        if cache.sequences.quarantine:
+            cache.sequences.step_done(group.number, sent.step_id)
 
     def _host_copied(self, group: Group, sent: SentStep, result: StepResult) -> list[int]:
         """Record the host copies of a step, which its result must acknowledge block by block.
@@ -198,18 +221,35 @@ class StepResults:
         """Keep the KV of rows that only lack a token; the last token is computed again."""
         self._cache.sequences.computed[slots[put_off]] += counts[put_off] - 1
 
-    def _finish(self, group: Group, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
-        """End requests that got a stop token or their last token."""
-        s, running = self._cache.sequences, self._admission.rows
-        stopped = running.stopped(rows, tokens) if running.stops_most else None
-        if stopped is None and (not rows.size or (group.sampled_rows is not None and group.sampled_rows.left > 0)):
-            return
-        done = s.length[rows] >= running.limit[rows]
+    def _finish(self, rows: Slots, stopped: npt.NDArray[np.bool_] | None) -> None:
+        """End requests that got a stop token or their last token.
+
+        Args:
+            rows: The rows that got a token, [n].
+            stopped: Which got a stop token: [n]; None if none did.
+        """
+        s = self._cache.sequences
+        done = s.length[rows] >= self._admission.rows.limit[rows]
         if stopped is not None:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             request = self._requests.live[int(s.request[rows[i]])]
             self._finisher.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
+
+    def _end_failing(self, failing: dict[int, int], errors: dict[int, KvforgeError]) -> None:
+        """End the requests of rows with an error, or put them off.
+
+        Args:
+            failing: The milliseconds until each is tried again, by slot; 0 for never.
+            errors: Their errors by slot.
+        """
+        for slot, again_ms in failing.items():
+            request = self._requests.live[int(self._cache.sequences.request[slot])]
+            if again_ms:
+                self._admission.put_off(request)
+                self._deadlines.set(self._clock.now_us + 1000 * min(again_ms, AGAIN_MS_MAX), request.id, TRIAL)
+            else:
+                self._finisher.end(request, "fail", "failed", errors[slot])
 
     def _aligned(
         self, group: Group, sent: SentStep, result: StepResult
