@@ -24,12 +24,13 @@ from tools.simulation.attributes import WATCHERS
 
 # Lists of unpublished changes: publishing one twice is harmless. `sampled_rows`, `readers_changed`, `bounds_us`,
 # `first_us`, `leaves`, `heaps`, `logs` and `rings` are derived from other state, and found again after a recovery.
-# `_appender` is a part of another object and has no state of its own. `watcher` belongs to the simulator.
+# `_appender` and `_step_builder` are parts of other objects and have no state of their own. `watcher` belongs to the
+# simulator.
 PUBLISH_LISTS = frozenset(
     {
         *("changed", "changed_rows", "changed_lengths", "changed_cells", "changed_states", "changed_rings"),
         *("sampled_rows", "readers_changed", "bounds_us", "first_us", "watcher", "leaves", "heaps", "logs", "rings"),
-        "_appender",
+        *("_appender", "_step_builder"),
     }
 )
 # A refusal is counted, makes its sender known, and takes time; nothing else may change.

@@ -49,6 +49,7 @@ from kvforge.coordinator.core.scheduling.choice import Choice
 from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
 from kvforge.coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.coordinator.core.scheduling.scheduler import Scheduler
+from kvforge.coordinator.core.scheduling.step_builder import StepBuilder
 from kvforge.coordinator.core.waits import Waits
 from kvforge.coordinator.core.workers import teams
 from kvforge.coordinator.core.workers.reports import WorkerReports
@@ -102,9 +103,9 @@ def double_free() -> list[Patch]:
 @fault
 def prefix_registered_early() -> list[Patch]:
     """Blocks are indexed when their step is sent, not when a worker has acknowledged it."""
-    real = Scheduler._send
+    real = StepBuilder.build
 
-    def send(self: Scheduler, group: Group, slots: Any, *plan: Any) -> Any:
+    def build(self: StepBuilder, group: Group, slots: Any, *plan: Any) -> Any:
         step = real(self, group, slots, *plan)
         s = self._cache.sequences
         before = s.computed[slots].copy()
@@ -113,7 +114,7 @@ def prefix_registered_early() -> list[Patch]:
         s.computed[slots] = before
         return step
 
-    return [(Scheduler, "_send", send)]
+    return [(StepBuilder, "build", build)]
 
 
 @fault
@@ -767,9 +768,9 @@ def tops_lost_in_a_replay() -> list[Patch]:
 @fault
 def prompt_scored_one_position_late() -> list[Patch]:
     """In a chunk after the first, the log-probability is that of the next token but one."""
-    real = Scheduler._scored
+    real = StepBuilder._scored
 
-    def scored(self: Scheduler, slots: Any, starts: Any, counts: Any) -> Any:
+    def scored(self: StepBuilder, slots: Any, starts: Any, counts: Any) -> Any:
         places, following = real(self, slots, starts, counts)
         ends = np.cumsum(counts)
         rows = np.searchsorted(ends, places, "right")
@@ -778,7 +779,7 @@ def prompt_scored_one_position_late() -> list[Patch]:
         next_but_one = unmarked(s.tokens[slots[rows], np.minimum(positions + 2, s.length[slots[rows]] - 1)])
         return places, np.where(starts[rows] > 0, next_but_one, following).astype(np.int32)
 
-    return [(Scheduler, "_scored", scored)]
+    return [(StepBuilder, "_scored", scored)]
 
 
 @fault
@@ -1017,7 +1018,7 @@ def rewound_while_it_runs() -> list[Patch]:
 @fault
 def marks_not_sent() -> list[Patch]:
     """Workers that compute generated tokens differently do not get the marks."""
-    return [(Scheduler, "_fed", lambda self, group, tokens: unmarked(tokens))]
+    return [(Group, "as_fed", lambda self, tokens: unmarked(tokens))]
 
 
 @fault

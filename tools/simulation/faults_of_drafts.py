@@ -14,7 +14,7 @@ from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.model_drafts import ModelDrafts
 from kvforge.coordinator.core.cache.residency import Residency
-from kvforge.coordinator.core.scheduling import scheduler
+from kvforge.coordinator.core.scheduling import step_builder
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.drafts import Drafts, place
 from kvforge.coordinator.core.scheduling.scheduler import Scheduler
@@ -267,7 +267,7 @@ def drafts_sent_as_prompt_tokens() -> list[Patch]:
     def unmarked(tokens: Any, slots: Any, drafts: Any, marked: bool) -> Any:
         return place(tokens, slots, drafts, False)
 
-    return [(scheduler, "place", unmarked)]
+    return [(step_builder, "place", unmarked)]
 
 
 @fault
@@ -281,7 +281,7 @@ def draft_of_another_row() -> list[Patch]:
                 tokens[places[slot]] = tokens[places[other]]
         return place(tokens, slots, drafts, marked)
 
-    return [(scheduler, "place", rolled)]
+    return [(step_builder, "place", rolled)]
 
 
 @fault

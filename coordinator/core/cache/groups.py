@@ -21,7 +21,7 @@ from .leaving_rows import LeavingRows
 from .model_drafts import ModelDrafts
 from .pauses import Pauses
 from .row_costs import RowCosts
-from .sequences import NextCells, Slots
+from .sequences import NextCells, Slots, Tokens, unmarked
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
@@ -264,6 +264,10 @@ class Group:
         self.running -= 1
         self.steady = None
         self.left_step = self.last_step
+
+    def as_fed(self, tokens: Tokens) -> Tokens:
+        """Return tokens in the form that the worker takes: with their GENERATED marks or without."""
+        return tokens if self.wants_kinds else unmarked(tokens)
 
     def hold(self, ids: BlockIds) -> None:
         """Add one holder to each block: [n] distinct ids.

@@ -45,15 +45,19 @@ class BatchRoom:
     def __init__(self, cache: KVCacheManager, rows: RunningRows) -> None:
         self._cache, self._rows = cache, rows
 
-    def awaits_others(self, group: Group) -> bool:
-        """Return whether batches alone run and other requests are likely to come: one ended lately."""
-        if not self._was_interactive(group):
+    def sends_in_time(self, group: Group) -> bool:
+        """Return whether the next step is sent at `send_us`.
+
+        It is while batches alone run and other requests are likely to come, because one ended lately. Where only one
+        step may be in flight, it never is.
+        """
+        if self._cache.limits.schedule.steps_in_flight_max < 2 or not self._was_interactive(group):
             return False
         s = self._cache.sequences
         return not np.count_nonzero(s.running & (s.pool == group.number) & ~self._rows.batch)
 
     def send_us(self, group: Group) -> int:
-        """Return when the step behind the one in flight is to be sent, while `awaits_others`.
+        """Return when the step behind the one in flight is to be sent, while `sends_in_time`.
 
         Shortly before the end of that one, so that the device does not wait, and requests that come until then have
         their part of the next step. The end is expected by the costs of steps; a result that comes earlier has the next

@@ -108,6 +108,13 @@ class RunningRows:
         only: npt.NDArray[np.bool_] = self.limit[rows] == self.base[rows]
         return only
 
+    def samples(self, rows: Slots, ends: Slots, target: Slots) -> npt.NDArray[np.bool_]:
+        """Return which of [n] rows sample a token if their tokens up to `ends` are computed and `target` are known."""
+        samples: npt.NDArray[np.bool_] = ends == target
+        if self.scores_count:
+            samples &= ~self.only_scores(rows)
+        return samples
+
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
         """Return which of [n] tokens are stop tokens of their rows, or None if none is.
 

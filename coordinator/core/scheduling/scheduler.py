@@ -7,19 +7,16 @@ input and stays on the device, so the next step is planned before the previous o
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
-from kvforge.protocol.messages import GENERATED, NO_INT32, RowStart, Step
+from kvforge.protocol.messages import GENERATED, NO_INT32, Step
 
-from .. import sizes
 from ..cache.block_pool import short_of
 from ..cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..cache.holders import largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
-from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots, Tokens, unmarked
+from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots
 from ..cache.states import chunk_end
 from ..cache.supply import NO_SPARE
 from ..deadlines import NEVER, STEPS, WORKERS
@@ -27,14 +24,14 @@ from ..events import Effect, ToWorker
 from ..limits import microseconds
 from ..requests.request import NO_SLOT, Request
 from ..requests.table import RequestTable
-from ..waits import TENANT_CEILING, rows_of
+from ..waits import TENANT_CEILING
 from . import preemption
 from .admission import Admission
 from .beside import CHUNK_TOKENS_MIN, LOWER_SHARE, BatchRoom, lower_share
 from .choice import lack
-from .draft_asks import repeats_max
-from .drafts import NO_DRAFTS, ChosenDrafts, draft_counts, history_sizes, ordered, place
+from .drafts import NO_DRAFTS, ordered
 from .finisher import RequestFinisher
+from .step_builder import StepBuilder
 
 NO_ROWS = np.zeros(0, np.bool_)
 SCORED_TOKENS_MAX = 1 << 14  # prompt tokens of a step with log-probabilities: bounds its result
@@ -58,6 +55,7 @@ class Scheduler:
         self._decode_gap_us = microseconds(self._limits.decode_gap_ms / 1000)
         self._rows, self._drafts = admission.rows, admission.drafts
         self._batches = BatchRoom(cache, self._rows)
+        self._step_builder = StepBuilder(cache, requests, admission, self._batches)
 
     def fill(self, group: Group) -> None:
         """Send the group every step that it can take.
@@ -85,7 +83,7 @@ class Scheduler:
         first_us, now_us = NEVER, self._clock.now_us
         if self._rows.batch_count:
             for group in self._cache.groups.values():
-                if not group.away and self._sends_in_time(group):
+                if not group.away and self._batches.sends_in_time(group):
                     due_us = self._batches.send_us(group)
                     if now_us < due_us < first_us:
                         first_us = due_us
@@ -159,7 +157,7 @@ class Scheduler:
             slots, counts = np.concatenate((tails, slots)), np.concatenate((np.ones(tails.size, np.int64), counts))
         if not slots.size and not group.has_copies:
             return None
-        return self._send(group, slots, counts, tails.size, drafts)
+        return self._step_builder.build(group, slots, counts, tails.size, drafts)
 
     def _idle_tails(self, group: Group, most: int) -> Slots:
         """Return idle sequences whose last token gets its KV in this step, which has no prompt tokens.
@@ -200,7 +198,7 @@ class Scheduler:
         if self._rows.batch_count:
             self._batches.repeats(group, slots)
         # All rows' input tokens are known if no step is in flight, and unknown otherwise.
-        tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
+        tokens = steady.unknown if group.sent else group.as_fed(s.tokens[slots, steady.starts])
         starts = steady.starts.astype(np.int32)
         np.add(steady.starts, ONE, steady.starts)
         np.subtract(steady.room, ONE, steady.room)
@@ -225,7 +223,7 @@ class Scheduler:
             host_wipes=host_wipes,
         )
         rows = (slots, steady.runs, steady.ones, steady.samples, slots)
-        in_time = self._rows.batch_count > 0 and self._sends_in_time(group)
+        in_time = self._rows.batch_count > 0 and self._batches.sends_in_time(group)
         group.sent.append(SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step, in_time))
         group.steps_total += 1
         self._requests.computed_tokens_total += slots.size
@@ -326,10 +324,10 @@ class Scheduler:
         slots, counts = np.array(shares, np.int64).reshape(-1, 2).T
         start = s.scheduled[slots]
         target = s.length[slots] + s.pending[slots]
-        writable = target + self._samples(slots, start + counts, target) <= s.used[slots] * s.block_size
+        writable = target + self._rows.samples(slots, start + counts, target) <= s.used[slots] * s.block_size
         writable[self._cache.tables.unwritable(slots, start, start + counts)[0]] = False
         if self._cache.windows.present:
-            lengths = target + self._samples(slots, start + counts, target)
+            lengths = target + self._rows.samples(slots, start + counts, target)
             writable &= self._cache.windows.missing(slots, start + counts, lengths) == 0
         kept: list[bool] = writable.tolist()
         return kept
@@ -350,7 +348,7 @@ class Scheduler:
         """
         if group.proposals or (group.sent and (group.sent[-1].message.drafts.size or group.sent[-1].message.propose)):
             return 1
-        if self._rows.batch_count and self._sends_in_time(group):
+        if self._rows.batch_count and self._batches.sends_in_time(group):
             due_us = self._batches.send_us(group)
             if due_us > self._clock.now_us:
                 if due_us < NEVER:
@@ -358,10 +356,6 @@ class Scheduler:
                 return 1
             return 2
         return self._limits.steps_in_flight_max
-
-    def _sends_in_time(self, group: Group) -> bool:
-        """Return whether batches alone run and others are likely to come."""
-        return self._limits.steps_in_flight_max > 1 and self._batches.awaits_others(group)
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
         """Split the budget into (slot, chunk) pairs, those of higher priority first.
@@ -420,7 +414,7 @@ class Scheduler:
         while s.running[slot] and s.pool[slot] == group.number:
             start = s.scheduled[[slot]]
             target = s.length[[slot]] + s.pending[[slot]]
-            samples = self._samples(np.array([slot]), start + count, target)
+            samples = self._rows.samples(np.array([slot]), start + count, target)
             try:
                 self._cache.tables.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
@@ -507,182 +501,6 @@ class Scheduler:
             usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])
             return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
         return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
-
-    def _send(self, group: Group, slots: Slots, counts: Slots, idle: int, drafts: ChosenDrafts) -> Step:
-        """Commit the plan: advance the counters and build the step message.
-
-        Args:
-            group: The group.
-            slots: The rows, [n].
-            counts: Their tokens, [n].
-            idle: How many rows, the first ones, compute the last token of an idle sequence.
-            drafts: The drafts at the ends of rows, by slot.
-        """
-        s = self._cache.sequences
-        starts = s.scheduled[slots]
-        known = s.length[slots]
-        target = known + s.pending[slots]
-        drafted = draft_counts(slots, drafts) if drafts else NO_SLOTS
-        own = counts - drafted if drafts else counts
-        samples = self._samples(slots, starts + own, target)
-        samples[:idle] = False
-        tokens = self._inputs(group, slots, starts, own, known)
-        if drafts:
-            tokens = place(tokens, slots, drafts, group.wants_kinds)
-        begins, history = self._begins(group)
-        scored, following = self._scored(slots, starts, counts) if self._rows.scores_count else (NO_INT32, NO_INT32)
-        s.scheduled[slots] += counts
-        s.pending[slots] += samples + drafted if drafts else samples
-        only = tokens.size == slots.size
-        prefill_tokens = 0 if only else tokens.size - int(np.count_nonzero(counts == 1))
-        if drafts:
-            prefill_tokens -= int(np.add.reduce(drafted)) + int(np.count_nonzero(drafted))
-        sampled = slots[samples]
-        runs = self._rows.run[slots]
-        step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
-        asks = group.model_drafts.most > 0 and sampled.size > 0 and not prefill_tokens
-        if group.host is not None and group.host.paced.waiting:
-            self._admission.returning.hold(group, step_id)
-        host_writes, host_reads, host_wipes = group.flush_host_copies(step_id)
-        tenants = s.tenant[slots]
-        tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1
-        step = Step(
-            step_id=step_id,
-            begins=begins,
-            slots=slots.astype(np.int32),
-            starts=starts.astype(np.int32),
-            counts=counts.astype(np.int32),
-            samples=samples.astype(np.int32),
-            tokens=tokens,
-            copies=group.flush_copies(),
-            history=history,
-            zeros=group.flush_zeros(),
-            scored=scored,
-            following=following,
-            drafts=drafted.astype(np.int32) if drafts else NO_INT32,
-            host_writes=host_writes,
-            host_reads=host_reads,
-            host_wipes=host_wipes,
-            propose=self._drafts.ask(group, sampled, bool(drafts)) if asks else 0,
-        )
-        group.last_step = step_id
-        s.last_step[slots] = step_id
-        if idle:
-            group.left_step = step_id  # its result must look at each row
-            group.pool.await_step(step_id)
-        in_time = self._rows.batch_count > 0 and self._sends_in_time(group)
-        now_us = self._clock.now_us
-        group.sent.append(SentStep(step_id, *rows, now_us, only, prefill_tokens, tenant, step, in_time))
-        group.steps_total += 1
-        self._requests.computed_tokens_total += tokens.size
-        if group.state_blocks:
-            # How far a row with drafts comes is known with its result.
-            self._take_checkpoints(group, *((slots[drafted == 0], starts[drafted == 0]) if drafts else (slots, starts)))
-        if 0 < slots.size == group.running and only and sampled.size == slots.size:
-            group.steady = self._steady(group, slots, runs, starts + 1, target + 1, tenant)
-        return step
-
-    def _take_checkpoints(self, group: Group, slots: Slots, starts: Slots) -> None:
-        """Take checkpoints of the rows that a step brings to a position where one is wanted."""
-        s, checkpoints = self._cache.sequences, self._cache.checkpoints
-        for row in np.flatnonzero(s.scheduled[slots] % s.block_size == 0).tolist():
-            slot = int(slots[row])
-            checkpoints.take_wanted(group, slot, int(self._rows.base[slot]), int(starts[row]))
-
-    def _steady(
-        self, group: Group, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int
-    ) -> SteadyDecodeBatch:
-        """Build the steady decode batch of a group in which all rows decode.
-
-        `starts` and `target` belong to the step after this one.
-        """
-        s = self._cache.sequences
-        assert not group.window_pages or (s.window_end[slots] == s.used[slots]).all()
-        room = s.used[slots] * s.block_size - target
-        left = int((self._rows.limit[slots] - target).min())
-        if group.state_blocks:  # the step that reaches a checkpoint's position is planned in full
-            every = self._cache.checkpoints.positions(group).every
-            left = min(left, int((every - 1 - starts % every).min()))
-        if group.model_drafts.most:
-            left = min(left, repeats_max(group))
-        return SteadyDecodeBatch(slots, runs, starts, room, left, tenant)
-
-    def _fed(self, group: Group, tokens: Tokens) -> Tokens:
-        """Return tokens in the form that the group's worker takes: with their marks or without."""
-        return tokens if group.wants_kinds else unmarked(tokens)
-
-    def _inputs(self, group: Group, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
-        """Return the input tokens, row after row; -1 for a token that a step in flight is still sampling."""
-        if not slots.size:
-            return NO_INT32
-        s = self._cache.sequences
-        (chunks,) = (counts > 1).nonzero()
-        decodes = int(chunks[0]) if chunks.size else slots.size  # decodes come first
-        own = slots[:decodes]
-        inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
-        ones = self._fed(group, s.tokens[own, inside])
-        # With no step in flight, each token to feed is known.
-        fed = [np.where(starts[:decodes] < known[:decodes], ones, -1).astype(np.int32) if group.sent else ones]
-        rest = zip(slots[decodes:], starts[decodes:], counts[decodes:], known[decodes:], strict=True)
-        for slot, start, count, end in rest:
-            tokens = self._fed(group, s.tokens[slot, start : min(start + count, end)])
-            fed += [tokens, np.full(count - tokens.size, -1, np.int32)] if tokens.size < count else [tokens]
-        return np.concatenate(fed) if len(fed) > 1 else fed[0]
-
-    def _samples(self, slots: Slots, ends: Slots, target: Slots) -> npt.NDArray[np.bool_]:
-        """Return which rows sample a token if their tokens up to `ends` are computed: [rows] each."""
-        samples: npt.NDArray[np.bool_] = ends == target
-        if self._rows.scores_count:
-            samples &= ~self._rows.only_scores(slots)
-        return samples
-
-    def _scored(
-        self, slots: Slots, starts: Slots, counts: Slots
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Return the places of the tokens to score the next token of, and these next tokens: [m] each."""
-        s, rows = self._cache.sequences, self._rows
-        first = np.maximum(starts, rows.score_first[slots])
-        end = np.minimum(starts + counts, rows.score_end[slots])
-        before = np.cumsum(counts) - counts - starts
-        places, following = [NO_INT32], [NO_INT32]
-        for row in np.flatnonzero(end > first).tolist():
-            positions = np.arange(first[row], end[row])
-            places.append((positions + before[row]).astype(np.int32))
-            following.append(unmarked(s.tokens[slots[row], positions + 1]))
-        return np.concatenate(places), np.concatenate(following)
-
-    def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
-        """Return the rows that begin in this step, and the history that penalties, grammars and drafts start from."""
-        if group.begins_bytes >= sizes.BEGINS_BYTES_MAX:
-            self._admission.waits.wake(rows_of(group.epoch))  # more rows may begin in the step after this one
-        group.begins_bytes = 0
-        if not group.started_slots:
-            return (), NO_INT32
-        begins, history = [], [NO_INT32]
-        s = self._cache.sequences
-        for slot in group.started_slots:
-            request = self._requests.live[int(s.request[slot])]
-            sampling, base, length = request.sampling, int(self._rows.base[slot]), int(s.length[slot])
-            drafts = self._drafts.most(group)
-            prompt, answer = history_sizes(sampling, base, length - base, drafts)
-            if prompt or answer:
-                history += [unmarked(s.tokens[slot, base - prompt : base])] if prompt else []
-                history.append(unmarked(s.tokens[slot, length - answer : length]))
-            begins.append(
-                RowStart(
-                    slot=slot,
-                    request_id=request.id,
-                    sampling=msgspec.structs.replace(sampling, seed=None, stop_tokens=(), ignore_eos=False),
-                    seed=request.seed,
-                    generated=length - base,
-                    prompt_history=prompt,
-                    generated_history=answer,
-                    drafts=drafts,
-                    shared_drafts=self._drafts.shared(slot) if drafts else 0,
-                )
-            )
-        group.started_slots.clear()
-        return tuple(begins), np.concatenate(history)
 
 
 def _split(by_age: list[int], left: dict[int, int], budget: int) -> dict[int, int]:
