@@ -43,7 +43,7 @@ from kvforge.coordinator.core.requests.request import Request
 from kvforge.coordinator.core.requests.streams import Streams
 from kvforge.coordinator.core.requests.table import RequestTable
 from kvforge.coordinator.core.requests.top_logprobs import TopLogprobs, TopLogprobsRecord
-from kvforge.coordinator.core.scheduling import admission, finisher, preemption, scheduler
+from kvforge.coordinator.core.scheduling import admission, finisher, preemption, stalled
 from kvforge.coordinator.core.scheduling.admission import Admission
 from kvforge.coordinator.core.scheduling.choice import Choice
 from kvforge.coordinator.core.scheduling.finisher import RequestFinisher
@@ -698,7 +698,7 @@ def suspect_alone_beyond_its_crash_point() -> list[Patch]:
 @fault
 def row_that_cannot_go_on_kept() -> list[Patch]:
     """A row that finds no room holds its blocks until its deadline, and nothing else runs."""
-    return [(Scheduler, "_give_up_stopped", lambda self, group, step: False)]
+    return [(stalled, "give_up", lambda *parts: False)]
 
 
 @fault
@@ -937,7 +937,7 @@ def error_names_others() -> list[Patch]:
     def holders(cache: KVCacheManager, group: Group, _seen: int, *more: Any, **named: Any) -> list[str]:
         return largest_holders(cache, group, 0, *more, **named)
 
-    return [(scheduler, "largest_holders", holders)]
+    return [(stalled, "largest_holders", holders)]
 
 
 @fault

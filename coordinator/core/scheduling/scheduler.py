@@ -14,21 +14,16 @@ from kvforge.protocol.messages import GENERATED, NO_INT32, Step
 
 from ..cache.block_pool import short_of
 from ..cache.groups import Group, SentStep, SteadyDecodeBatch
-from ..cache.holders import largest_holders
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots
 from ..cache.states import chunk_end
-from ..cache.supply import NO_SPARE
 from ..deadlines import NEVER, STEPS, WORKERS
 from ..events import Effect, ToWorker
 from ..limits import microseconds
-from ..requests.request import NO_SLOT, Request
 from ..requests.table import RequestTable
-from ..waits import TENANT_CEILING
-from . import preemption
+from . import preemption, stalled
 from .admission import Admission
 from .beside import CHUNK_TOKENS_MIN, LOWER_SHARE, BatchRoom, lower_share
-from .choice import lack
 from .drafts import NO_DRAFTS, ordered
 from .finisher import RequestFinisher
 from .step_builder import StepBuilder
@@ -98,12 +93,13 @@ class Scheduler:
             step = self._schedule_repeat(group, group.steady)
             if step is not None:
                 return step
+        parts = self._cache, self._requests, self._finisher
         while True:
-            stalled = self._stopped(group) if group.stopped else []
+            before = stalled.requests_of(group, self._requests) if group.stopped else []
             step = self._plan(group)
-            if stalled:
-                self._unstall(group, stalled)
-            if not group.stopped or not self._give_up_stopped(group, step) or step is not None:
+            if before:
+                stalled.unstall(group, before, self._clock.now_us)
+            if not group.stopped or not stalled.give_up(*parts, group, step) or step is not None:
                 return step
 
     def _plan(self, group: Group) -> Step | None:
@@ -433,7 +429,9 @@ class Scheduler:
                 if victim is None:
                     if not self._cache.tables.unwritable(np.array([slot]), start, start + count)[0].size:
                         end, length = int(start[0]) + count, int(target[0] + samples[0])
-                        self._stop(group, slot, error, self._cache.tables.needed(slot, int(start[0]), end, length))
+                        needed = self._cache.tables.needed(slot, int(start[0]), end, length)
+                        request = self._requests.live[int(s.request[slot])]
+                        stalled.stall(group, request, error, needed, self._clock.now_us)
                         return False
                     victim = slot  # the only row, with shared blocks: restart it on blocks of its own
                 request = self._requests.live[int(s.request[victim])]
@@ -442,65 +440,6 @@ class Scheduler:
                 continue
             return True
         return False
-
-    # ----------------------------------------------------------------------------------------------------- stalled rows
-
-    def _stop(self, group: Group, slot: int, error: CapacityExceeded, needed: int) -> None:
-        """Stall a row for which no other row is preempted."""
-        request = self._requests.live[int(self._cache.sequences.request[slot])]
-        request.wait = lack(group, error, needed)
-        request.phases.stall(self._clock.now_us)
-        group.stopped.append(request.id)
-
-    def _unstall(self, group: Group, stalled: list[Request]) -> None:
-        """Clear the stalled state of rows that the last plan did not stop again.
-
-        A row that stays stalled keeps the time when it stalled, because a turn that plans nothing changes nothing.
-        """
-        for request in stalled:
-            if request.id not in group.stopped:
-                request.wait = None
-                request.phases.unstall(self._clock.now_us)
-
-    def _stopped(self, group: Group) -> list[Request]:
-        """Return the requests of stalled rows that still run."""
-        known = [self._requests.live.get(request_id) for request_id in group.stopped]
-        return [request for request in known if request is not None and request.slot != NO_SLOT]
-
-    def _give_up_stopped(self, group: Group, step: Step | None) -> bool:
-        """End rows that are stalled for good because only clients can release the blocks they need.
-
-        If the whole group is stalled, the youngest row ends.
-
-        Returns:
-            Whether any row ended, or pins gave up their blocks.
-        """
-        still = [request for request in self._stopped(group) if request.wait is not None]
-        lost = [request for request in still if not self._can_go_on(group, request)]
-        if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
-            if self._cache.prefix_pins.release(group):
-                return True
-            lost = [max(still, key=lambda request: request.admitted_order)]
-        for request in lost:
-            self._finisher.end(request, "fail", "failed", self._hopeless(group, request))
-        return bool(lost)
-
-    def _can_go_on(self, group: Group, request: Request) -> bool:
-        """Return whether the row would have room after everything that ends by itself has ended."""
-        supply, _ = self._cache.eviction.supply_when_idle(group, request.slot)
-        return request.wait is None or supply.has(request.tenant, request.wait.needed, NO_SPARE)
-
-    def _hopeless(self, group: Group, request: Request) -> CapacityExceeded:
-        """Build the error of a row that cannot continue, with the holders of the blocks it lacks."""
-        wait, tenants = request.wait, self._cache.tenants
-        assert wait is not None
-        needed, at_ceiling = wait.needed, wait.limit == TENANT_CEILING
-        holders = largest_holders(self._cache, group, request.tenant, request.tenant if at_ceiling else 0, request.slot)
-        hint = f"request {request.id} cannot continue: {'; '.join(holders)}"
-        if at_ceiling:
-            usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])
-            return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
-        return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
 
 def _split(by_age: list[int], left: dict[int, int], budget: int) -> dict[int, int]:
