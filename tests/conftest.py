@@ -37,6 +37,9 @@ if INDUCTOR not in os.environ:
     _made.append(tempfile.mkdtemp(prefix="kvforge-inductor-"))
     os.environ[INDUCTOR] = _made[0]
 
+# As `worker.device.products` sets it: oneDNN reads it at its first product, which may be that of another test.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 # Examples are the same in every run, and without deadlines, which mean nothing on a busy machine.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

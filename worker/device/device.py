@@ -24,7 +24,7 @@ from kvforge.worker.cpu.kernel import cpu_kernels_problem
 
 from .capture import Captured, CudaArray, GraphMemory, captured_on
 from .file_pages import release_library_pages
-from .products import sum_in_one_go
+from .products import keep_from_tiles, sum_in_one_go
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
@@ -382,6 +382,8 @@ def open_device(kind: str = "auto", index: int = 0, kernels: bool = True, steady
     gpu_kind = "hip" if torch.version.hip else "cuda"
     gpu_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and gpu_count == 0):
+        if steady:
+            keep_from_tiles()
         return Device("cpu", torch.device("cpu"), _cpu_name(), kernels, steady)
     if gpu_count == 0:
         raise InvalidConfiguration("device", f"torch {torch.__version__} sees no {kind} device; use device = 'cpu'")

@@ -1,18 +1,23 @@
-"""How torch's own products on a GPU sum the inner dimension: in one pass, or in parts.
+"""How torch's own products sum the inner dimension: in one pass, or in parts; on CPUs with which instructions.
 
 cuBLAS splits the inner dimension where few rows would leave multiprocessors idle, so the sum of a row depends on the
 number of rows. cuBLASLt can be configured not to split. Its bits then equal those of any kernel that adds from the
 first number to the last with the same instructions, Triton's included, as measured on an H200 with the shapes of
 Llama-3.1-8B and 1 to 16,384 rows of bfloat16. `kernels.steady` checks this at each start.
+
+On CPUs oneDNN multiplies 16 bits by the tiles of Intel's AMX where a CPU has them, and divides the sums of a row by the
+number of rows. With AVX-512 all rows have the same bits (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
 log = logging.getLogger("worker")
+CPU_INSTRUCTIONS, WITHOUT_TILES = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
 
 
 def sum_in_one_go(wanted: bool) -> None:
@@ -28,3 +33,11 @@ def sum_in_one_go(wanted: bool) -> None:
         settings.allow_fp16_reduced_precision_reduction = kept
     except (RuntimeError, TypeError) as error:
         log.warning("split sums stay enabled: torch %s: %s", torch.__version__, str(error).splitlines()[0])
+
+
+def keep_from_tiles() -> None:
+    """Keep oneDNN from the tiles of AMX in this process, unless the environment already limits its instructions.
+
+    oneDNN reads the variable at its first product.
+    """
+    os.environ.setdefault(CPU_INSTRUCTIONS, WITHOUT_TILES)

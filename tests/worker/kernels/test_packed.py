@@ -200,3 +200,19 @@ def test_logits_of_a_few_rows_are_computed_for_no_others(
         operations = Noted(model.device) if kernels else Noted()
         paged_logits(replace(model, fused=replace(model.fused, operations=operations)), sequences, [[7]])
         assert asked == [computed]
+
+
+def test_a_narrow_weight_whose_only_result_is_near_0_is_packed() -> None:
+    """A router's or a gate's: the check compares with results of the usual size."""
+    x = torch.empty(1, 128).normal_(generator=torch.Generator().manual_seed(1))  # as the check draws it
+    weight = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
+    weight -= (x @ weight.t()) / (x @ x.t()) * x
+    assert float((x @ weight.t()).abs()) < 1e-5
+    assert PackedOperations(CPU).pack(weight).shape == (1, 128)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KernelError):
+        patched.setattr(packed, "_product", lambda *given: real(*given) + 0.01)
+        real = packed_product
+        PackedOperations(CPU).pack(weight + 0)
+
+
+packed_product = packed._product

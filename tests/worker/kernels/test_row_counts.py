@@ -63,7 +63,8 @@ def test_plain_products_of_16_bits_have_few_numbers_of_rows(
         place = torch.empty(rows, 16, dtype=dtype) if stored else None
         found = PlainOperations().linear(x[:rows], weight, output=place)
         torch.testing.assert_close(found, whole[:rows], rtol=2e-2, atol=2e-2)
-    assert len(computed) == (498 if dtype == torch.float32 else 56)  # MKL gets 16 rows at least, or 4
+    few = int(plain._few_rows() > 0)
+    assert len(computed) == (497 + few if dtype == torch.float32 else 56)  # MKL gets 16 rows at least, or 4
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
