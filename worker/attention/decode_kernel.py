@@ -206,6 +206,8 @@ def decode_kernel(
     TILE: tl.constexpr = HEAD_TILE // PACK
     HIGH: tl.constexpr = REST or TILE  # of the second tile of a head: its odd numbers if KIND, else its rest
     n_units = tl.load(plan + _ITEMS) * UNITS
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()  # wait for the previous kernel, which does not write the plan
     for unit in range(tl.program_id(0), n_units, tl.num_programs(0)):
         kv_head = unit % UNITS // SLICES
         first_in_group = unit % SLICES * ROWS
@@ -216,9 +218,6 @@ def decode_kernel(
         first_partial = tl.load(item + _FIRST_PARTIAL)
         part = tl.load(item + _PART)
         parts = tl.load(item + _PARTS)
-        own = tl.load(item + _OWN)
-        if CHAINED:
-            tl.extra.cuda.gdc_wait()  # wait for the previous kernel, which does not write the plan
 
         g = first_in_group + tl.arange(0, ROWS)
         d = tl.arange(0, TILE)
@@ -363,7 +362,7 @@ def decode_kernel(
                 )
             tl.debug_barrier()  # order all threads' stores before the counter
             counter = counters + row * UNITS + unit % UNITS
-            if tl.atomic_add(counter, 1, sem="acq_rel") == own - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.load(item + _OWN) - 1:
                 tl.store(counter, 0)  # for the next launch
                 left = tl.minimum(GROUP - first_in_group, ROWS)
                 for done in range(0, left, MERGE_ROWS):
