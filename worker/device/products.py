@@ -18,6 +18,8 @@ import torch
 
 log = logging.getLogger("worker")
 CPU_INSTRUCTIONS, WITHOUT_TILES = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16"
+FEWER = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+TILES = "sums in the tiles of AMX depend on the number of rows; determinism = 'fast' allows them"
 
 
 def sum_in_one_go(wanted: bool) -> None:
@@ -36,8 +38,12 @@ def sum_in_one_go(wanted: bool) -> None:
 
 
 def keep_from_tiles() -> None:
-    """Keep oneDNN from the tiles of AMX in this process, unless the environment already limits its instructions.
+    """Keep oneDNN from the tiles of AMX in this process. A lower limit in the environment stays.
 
     oneDNN reads the variable at its first product.
     """
-    os.environ.setdefault(CPU_INSTRUCTIONS, WITHOUT_TILES)
+    before = os.environ.get(CPU_INSTRUCTIONS, WITHOUT_TILES)
+    if before not in (WITHOUT_TILES, *FEWER):
+        log.warning("%s=%s becomes %s: %s", CPU_INSTRUCTIONS, before, WITHOUT_TILES, TILES)
+    if before not in FEWER:
+        os.environ[CPU_INSTRUCTIONS] = WITHOUT_TILES

@@ -27,7 +27,14 @@ print(json.dumps([found, os.environ.get("ONEDNN_MAX_CPU_ISA")]))
 
 @pytest.mark.parametrize(
     ("asked", "before", "limited"),
-    [("steady", None, "AVX512_CORE_FP16"), ("steady", "AVX2", "AVX2"), ("fast", None, None)],
+    [
+        ("steady", None, "AVX512_CORE_FP16"),
+        ("steady", "AVX2", "AVX2"),
+        ("steady", "AVX512_CORE_AMX", "AVX512_CORE_FP16"),
+        ("steady", "fewest", "AVX512_CORE_FP16"),
+        ("fast", None, None),
+        ("fast", "AVX512_CORE_AMX", "AVX512_CORE_AMX"),
+    ],
 )
 def test_a_steady_worker_multiplies_without_tiles(asked: str, before: str | None, limited: str | None) -> None:
     own = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
@@ -35,5 +42,6 @@ def test_a_steady_worker_multiplies_without_tiles(asked: str, before: str | None
         own["ONEDNN_MAX_CPU_ISA"] = before
     done = subprocess.run([sys.executable, "-c", CODE, asked], env=own, capture_output=True, text=True, check=True)
     differing, limit = json.loads(done.stdout)
+    assert (f"ONEDNN_MAX_CPU_ISA={before} becomes" in done.stderr) == (before not in (None, limited))
     assert limit == limited
     assert differing == [] or asked == "fast"

@@ -209,10 +209,7 @@ def test_a_narrow_weight_whose_only_result_is_near_0_is_packed() -> None:
     weight -= (x @ weight.t()) / (x @ x.t()) * x
     assert float((x @ weight.t()).abs()) < 1e-5
     assert PackedOperations(CPU).pack(weight).shape == (1, 128)
+    real = packed._product
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KernelError):
         patched.setattr(packed, "_product", lambda *given: real(*given) + 0.01)
-        real = packed_product
         PackedOperations(CPU).pack(weight + 0)
-
-
-packed_product = packed._product
