@@ -29,6 +29,7 @@ CHECKS = (
     ("attention.selftest", "_key"),  # a digest of the kernels' files, which names the record of a pass
     ("kernels.stored_selftest", "stored_test"),
     ("kernels.tiles", "tiles_test"),
+    ("kernels.amx", "amx_test"),
     ("sampling.selftest", "copies_test"),
     ("sampling.selftest", "sampling_test"),
 )

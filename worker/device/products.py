@@ -6,7 +6,8 @@ first number to the last with the same instructions, Triton's included, as measu
 Llama-3.1-8B and 1 to 16,384 rows of bfloat16. `kernels.steady` checks this at each start.
 
 On CPUs oneDNN multiplies 16 bits by the tiles of Intel's AMX where a CPU has them, and divides the sums of a row by the
-number of rows. With AVX-512 all rows have the same bits (benchmarks/NOTES.md).
+number of rows. With AVX-512 all rows have the same bits (benchmarks/NOTES.md). Steady workers use AMX by a kernel of
+their own instead (`kernels.amx`).
 """
 
 from __future__ import annotations
@@ -47,3 +48,8 @@ def keep_from_tiles() -> None:
         log.warning("%s=%s becomes %s: %s", CPU_INSTRUCTIONS, before, WITHOUT_TILES, TILES)
     if before not in FEWER:
         os.environ[CPU_INSTRUCTIONS] = WITHOUT_TILES
+
+
+def keeps_from_tiles() -> bool:
+    """Return whether `keep_from_tiles` has set oneDNN's limit, which is neither lower nor absent."""
+    return os.environ.get(CPU_INSTRUCTIONS) == WITHOUT_TILES

@@ -12,8 +12,8 @@
   prompt_state_space.py (prompt_operations.py).
 - `packed.py`: as plain.py, with oneDNN's packed products where a CPU gains by them (quantised.py: with fewer bits;
   row_counts.py: allowed row counts; packed_table.py: an embedding read from the packed head).
-- `cpu_operations.py`: as packed.py, with one Numba kernel of `kvforge.worker.cpu` per operation between products, one
-  for float32 products (tiles.py), and prepared steps of a few decodes (cpu_decoder.py).
+- `cpu_operations.py`: as packed.py, with one Numba kernel of `kvforge.worker.cpu` per operation between products, those
+  of products (tiles.py: float32; amx.py: bfloat16 with AMX), and prepared steps of a few decodes (cpu_decoder.py).
 
 decoder.py is a whole model made of these operations. For layers that transformers runs, torch_functions.py replaces
 torch's functions and experts.py computes experts, as grouped products or one by one (expert_loop.py).

@@ -44,7 +44,7 @@ class CpuOperations(PackedOperations):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._decoder: CpuDecoder | None = None
-        self._layouts = Layouts()
+        self._layouts = Layouts(device)
 
     def _look_at(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
         self._layouts.find(packed, weight)

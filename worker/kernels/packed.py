@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -203,7 +203,13 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 class OwnProduct(Protocol):
-    """A product with one packed weight that replaces oneDNN's (see tiles.py), for any number of rows."""
+    """A product with one packed weight that replaces oneDNN's (see tiles.py, amx.py), for any number of rows.
+
+    Attributes:
+        name: What multiplies, for people.
+    """
+
+    name: ClassVar[str]
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
         """Compute x weight^T + bias [..., n], contiguous. x: [..., k], contiguous. bias: from `bias_for`."""

@@ -207,11 +207,23 @@ def _quantising(serving: Serving) -> None:
 
 
 def _tiles(serving: Serving) -> None:
-    device = serving.device
-    if serving.dtype == torch.float32 and not device.cpu_kernels_problem and not packing_problem(device, serving.dtype):
+    if _multiplies_itself(serving, torch.float32):
         from .tiles import tiles_test
 
-        tiles_test(device)
+        tiles_test(serving.device)
+
+
+def _amx(serving: Serving) -> None:
+    if _multiplies_itself(serving, torch.bfloat16):
+        from .amx import amx_test
+
+        amx_test(serving.device)
+
+
+def _multiplies_itself(serving: Serving, dtype: torch.dtype) -> bool:
+    """Return whether a kernel of the CPU may take oneDNN's place in products of `dtype`."""
+    device = serving.device
+    return serving.dtype == dtype and not device.cpu_kernels_problem and not packing_problem(device, dtype)
 
 
 def _sampling(serving: Serving) -> None:
@@ -360,6 +372,7 @@ CPU_KERNELS = (
         "kvforge.worker.cpu.state_space_kernel", "finish_spaces", PlainPrompts.advance_state_space, _recurrent
     ),
     CpuKernelEntry("kvforge.worker.cpu.tile_kernel", "multiply_tiles", PlainOperations.linear, _tiles),
+    CpuKernelEntry("kvforge.worker.cpu.amx_kernel", "multiply_amx", PlainOperations.linear, _amx),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "quantise", PlainInputQuantiser.quantise, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.int8_kernels", "make_numbers", PlainInputQuantiser.make_numbers, _quantising),
     CpuKernelEntry("kvforge.worker.cpu.sampling_kernels", "choose", SamplingState.sample, _sampling),

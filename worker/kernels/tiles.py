@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import linear, pad
@@ -18,6 +19,7 @@ from kvforge.worker.cpu.tile_kernel import TICKET_ROWS, WIDE, multiply_tiles
 from kvforge.worker.device.check import require_right
 from kvforge.worker.device.device import WAY_OUT, Device
 
+from .amx import AmxTiles, find_amx_tiles
 from .packed import EXPECTED_ROWS, set_product
 from .packed_table import table_of
 from .selftest import TOLERANCE
@@ -40,6 +42,7 @@ class Tiles:
         tiles: Number of tiles.
     """
 
+    name: ClassVar[str] = "Numba in oneDNN's tiles"
     address: int
     n: int
     k: int
@@ -83,17 +86,25 @@ class Tiles:
 class Layouts:
     """Finds the tiles of packed weights. Weights of one shape share a layout; packing compares each product."""
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], Tiles | None] = {}
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._found: dict[tuple[int, int, torch.dtype], Tiles | AmxTiles | None] = {}
 
     def find(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
-        """Make this kernel compute the products of `packed`, if possible. weight: [n, k], the original."""
-        if weight.dtype != torch.float32 or torch.backends.cpu.get_cpu_capability() != "AVX2":
-            return
+        """Make this kernel, or that of amx.py, compute the products of `packed`, if possible.
+
+        Args:
+            packed: The packed weight.
+            weight: [n, k], the original.
+
+        Raises:
+            KernelError: See `find_amx_tiles`.
+        """
         n, k = weight.shape
-        if (n, k) not in self._found:
-            self._found[n, k] = _tiles_of(packed, weight)
-        if (tiles := self._found[n, k]) is not None:
+        key = n, k, weight.dtype
+        if key not in self._found:
+            self._found[key] = _find(packed, weight, self._device)
+        if (tiles := self._found[key]) is not None:
             set_product(packed, replace(tiles, address=torch.ops.mkldnn.data_ptr(packed)))
 
 
@@ -111,6 +122,12 @@ def tiles_test(device: Device) -> None:
         for rows in TESTED_ROWS:
             what = f"{rows} tokens, a weight of {n} x {k}"
             require_right(device, "product by tiles", what, partial(_compare, tiles, weight, rows), WAY_OUT)
+
+
+def _find(packed: torch.Tensor, weight: torch.Tensor, device: Device) -> Tiles | AmxTiles | None:
+    if weight.dtype != torch.float32:
+        return find_amx_tiles(packed, weight, device)
+    return _tiles_of(packed, weight) if torch.backends.cpu.get_cpu_capability() == "AVX2" else None
 
 
 def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> Tiles | None:

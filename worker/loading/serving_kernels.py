@@ -86,7 +86,7 @@ def _attention(model: LoadedModel, shape: LayerShape, options: AttentionOptions)
 def _layers(model: LoadedModel) -> str:
     if model.fused is None:
         text = f"transformers' own: {model.info.architecture} is run one operation at a time"
-        by = _multiplied_by(model)
+        by = multiplied_by(model)
         return f"{text}; {by}, weights packed at load" if by else text
     if isinstance(model.fused.operations, PackedOperations):
         between = "; Numba between the products" if model.fused.operations.kernels else ""
@@ -94,7 +94,7 @@ def _layers(model: LoadedModel) -> str:
         counts = Counter(weight_kind(weight) for weight in model.fused.product_weights())
         kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if kind)
         packed = f"weights quantised at load: {kinds}" if kinds else f"weights packed at load{head}"
-        return f"{_multiplied_by(model)}, {packed}{between}"
+        return f"{multiplied_by(model)}, {packed}{between}"
     if not isinstance(model.fused.operations, PlainOperations):
         counts = Counter(filter(None, map(code_name, model.fused.product_weights())))
         kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
@@ -102,10 +102,10 @@ def _layers(model: LoadedModel) -> str:
     return f"plain torch: {packing_problem(model.device, model.dtype)}"
 
 
-def _multiplied_by(model: LoadedModel) -> str:
-    """Return the libraries that multiply packed weights; "" if there are none."""
-    owners = {own_product(weight) is not None for weight in model.packed_weights()}
-    return " and ".join(name for ours, name in ((True, "Numba in oneDNN's tiles"), (False, "oneDNN")) if ours in owners)
+def multiplied_by(model: LoadedModel) -> str:
+    """Return what multiplies packed weights; "" if there are none."""
+    owners = [own_product(weight) for weight in model.packed_weights()]
+    return " and ".join(sorted({"oneDNN" if own is None else own.name for own in owners}))
 
 
 def _plain(model: LoadedModel) -> str:

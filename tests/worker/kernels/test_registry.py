@@ -36,7 +36,7 @@ from kvforge.worker.kernels import choose_operations, registry
 from kvforge.worker.kernels.activations import SILU
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.experts import Experts
-from kvforge.worker.kernels.packed import quantising_problem
+from kvforge.worker.kernels.packed import packing_problem, quantising_problem
 from kvforge.worker.kernels.quantised import quantise_int8
 from kvforge.worker.kernels.registry import CPU_KERNELS, KERNELS, CpuKernelEntry, Kernel, Serving
 from kvforge.worker.loading import determinism
@@ -372,10 +372,17 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
 
         if own_product(choose_operations(CPU, torch.float32).pack(torch.randn(130, 1100))) is None:  # type: ignore[attr-defined]
             pytest.skip("oneDNN's layout on this CPU is another one: the kernel does not run")
+    dtype = torch.float32
+    if kernel.module == "kvforge.worker.cpu.amx_kernel":
+        from kvforge.worker.kernels.amx import amx_problem
+
+        dtype = torch.bfloat16
+        if problem := amx_problem() or packing_problem(CPU, dtype):
+            pytest.skip(problem)
     called = CpuKernel.__call__
     monkeypatch.setattr(CpuKernel, "__call__", spoilt)
-    shapes, float32 = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),), torch.float32
-    started = Serving(CPU, choose_attention(CPU), shapes, float32, float32, 8, 5000, fused, folder)
+    shapes = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),)
+    started = Serving(CPU, choose_attention(CPU), shapes, dtype, dtype, 8, 5000, fused, folder)
     with pytest.raises(KernelError, match=r"kernels = 'reference'"):
         kernel.check(started)
     assert bool(skipped) == compiles

@@ -104,3 +104,15 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     monkeypatch.setattr(Device, "runs_kernels", True)
     told = serving_kernels(replace(model, context=context))
     assert (told["prefill"], told["sampling"]) == ("plain torch: attention = 'reference'", "Triton")
+
+
+def test_products_by_amx_are_named(tiny: Callable[..., LoadedModel]) -> None:
+    model = tiny("llama", dtype="bfloat16")
+    if problem := model.device.packing_problem(BF16) or model.device.cpu_kernels_problem:
+        pytest.skip(problem)
+    from kvforge.worker.kernels.amx import amx_problem
+
+    by = "oneDNN" if amx_problem() else "Numba with AMX in oneDNN's tiles"
+    told = serving_kernels(model)
+    assert told["layers"] == f"{by}, weights packed at load; Numba between the products"
+    assert told["determinism"] == "batch-invariant"

@@ -136,9 +136,3 @@ def test_each_weight_of_a_shape_has_its_own_tiles(cpu: Device) -> None:
     weights = [numbers(64, 128), numbers(64, 128).flip(0).contiguous()]
     for packed, weight in [(operations.pack(weight), weight) for weight in weights]:
         assert torch.allclose(operations.linear(x, packed), linear(x, weight), rtol=1e-4, atol=1e-4)
-
-
-def test_16_bits_are_onednns(cpu: Device) -> None:
-    weight = numbers(64, 128).bfloat16()
-    tiles.Layouts().find(weight, weight)
-    assert own_product(weight) is None
