@@ -16,11 +16,12 @@ from kvforge.worker.device.host_memory import LockedPieces, registrar_of
 from kvforge.worker.host_file import FoundFile, HostFile, find_file, host_path
 from kvforge.worker.loading.beside import DraftSource
 from kvforge.worker.loading.model import LoadedModel
+from kvforge.worker.loading.serving_kernels import multiplied_by
 
 from .host_placement import HostPlacement
 from .host_transfers import HostTransfers
 
-LAYERS_VERSION = 4  # raised when layers of any model compute K and V with other bits than before
+LAYERS_VERSION = 5  # raised when layers of any model compute K and V with other bits than before
 log = logging.getLogger("worker")
 
 
@@ -135,6 +136,7 @@ def layout_of(config: WorkerConfig, model: LoadedModel) -> str:
         "kinds": model.wants_kinds,
         "attention": config.attention,
         "kernels": config.kernels,
+        "products": multiplied_by(model),  # a CPU's by AMX and oneDNN's without it differ
         "determinism": config.determinism,
         **draft_parts(model.draft),
         "kvforge": __version__,

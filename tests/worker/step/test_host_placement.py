@@ -199,3 +199,22 @@ def test_a_worker_describes_its_file(
     ahead.end()
     second.close()
     pool.close()
+
+
+# behaviour: a worker with other instructions for its products finds no block of its predecessor
+def test_a_file_written_with_other_products_is_emptied(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    pool = KvPool(model.geometry, 4, model.device)
+    size = 8 * model.geometry.bytes_per_block
+    own = {"name": "w", "model": "m", "runtime_dir": str(tmp_path), "host_dir": str(tmp_path), "host_bytes": size}
+    config, found = convert(own, WorkerConfig), []
+    for by in ("oneDNN", "oneDNN", "Numba with AMX in oneDNN's tiles"):
+        monkeypatch.setattr(host_opening, "multiplied_by", lambda _model, by=by: by)
+        host = open_host_tier(config, model, pool)
+        assert host is not None
+        found.append(host.file.found)
+        host.close()
+    assert found == [False, True, False]
+    pool.close()
