@@ -14,7 +14,7 @@ from kvforge.protocol.errors import KernelError
 from kvforge.worker.cpu.amx_kernel import BLOCK, DEPTH, ROWS, WIDE
 from kvforge.worker.cpu.kernel import cpu_kernels_problem
 from kvforge.worker.device.device import Device
-from kvforge.worker.device.products import CPU_INSTRUCTIONS
+from kvforge.worker.device.products import CPU_INSTRUCTIONS, keeps_from_tiles
 from kvforge.worker.kernels import amx
 from kvforge.worker.kernels.amx import AmxTiles, amx_problem
 from kvforge.worker.kernels.cpu_operations import CpuOperations
@@ -22,7 +22,8 @@ from kvforge.worker.kernels.packed import Product, own_product, packing_problem
 from kvforge.worker.kernels.steady import same_bits
 
 pytestmark = pytest.mark.skipif(bool(cpu_kernels_problem()), reason=cpu_kernels_problem())
-on_amx = pytest.mark.skipif(bool(cpu_kernels_problem() or amx_problem()), reason=cpu_kernels_problem() or amx_problem())
+PROBLEM = cpu_kernels_problem() or amx_problem() or ("" if keeps_from_tiles() else "the environment limits oneDNN more")
+on_amx = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 # n, k: full and partial tiles of 64, one and many; one step of 32, several, and partial ones.
 SHAPES = [(64, 32), (576, 576), (192, 1536), (130, 1100), (20, 36), (1, 700), (40, 31), (600, 1025)]
 ROW_COUNTS = (1, 2, 3, 7, 15, 16, 17, 24, 31, 32, 33, 47, 48, 64, 65, 100)
@@ -129,7 +130,6 @@ def test_each_weight_of_a_shape_has_its_own_tiles(cpu: Device) -> None:
         assert torch.allclose(operations.linear(x, packed), linear(x, weight), rtol=2e-2, atol=2e-1)
 
 
-@on_amx
 def test_parts_of_the_rows_stay_in_the_cache_and_reach_all_threads() -> None:
     wide = AmxTiles(0, 4096, 4096, 4096 // DEPTH, 4096 // WIDE)
     assert wide._part_rows(4096, 1) * 4096 * 2 == amx.CACHED_BYTES
@@ -183,7 +183,7 @@ def test_other_weights_are_onednns(cpu: Device, monkeypatch: pytest.MonkeyPatch)
         assert torch.allclose(Product(packed, None)(x.to(weight.dtype)), linear(x, weight), rtol=2e-2, atol=2e-1)
         return isinstance(own_product(packed), AmxTiles)
 
-    assert is_ours(weight) == (amx_problem() == "")
+    assert is_ours(weight) == (not PROBLEM)
     with monkeypatch.context() as patched:
         patched.setattr(amx, "amx_problem", lambda: "this CPU has no AMX")
         assert not is_ours(weight)

@@ -374,11 +374,14 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
             pytest.skip("oneDNN's layout on this CPU is another one: the kernel does not run")
     dtype = torch.float32
     if kernel.module == "kvforge.worker.cpu.amx_kernel":
+        from kvforge.worker.device.products import keeps_from_tiles
         from kvforge.worker.kernels.amx import amx_problem
 
         dtype = torch.bfloat16
         if problem := amx_problem() or packing_problem(CPU, dtype):
             pytest.skip(problem)
+        if not keeps_from_tiles():
+            pytest.skip("the environment limits oneDNN more")
     called = CpuKernel.__call__
     monkeypatch.setattr(CpuKernel, "__call__", spoilt)
     shapes = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),)

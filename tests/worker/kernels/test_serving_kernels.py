@@ -15,6 +15,7 @@ from kvforge.worker.attention import AttentionOptions, KvLayer, ReferenceAttenti
 from kvforge.worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill_shape
 from kvforge.worker.attention.triton_attention import TritonAttention
 from kvforge.worker.device.device import Device
+from kvforge.worker.device.products import keeps_from_tiles
 from kvforge.worker.device.targets import TARGETS
 from kvforge.worker.kernels.packed import own_product
 from kvforge.worker.loading.forward_context import ForwardContext
@@ -112,7 +113,7 @@ def test_products_by_amx_are_named(tiny: Callable[..., LoadedModel]) -> None:
         pytest.skip(problem)
     from kvforge.worker.kernels.amx import amx_problem
 
-    by = "oneDNN" if amx_problem() else "Numba with AMX in oneDNN's tiles"
+    by = "oneDNN" if amx_problem() or not keeps_from_tiles() else "Numba with AMX in oneDNN's tiles"
     told = serving_kernels(model)
     assert told["layers"] == f"{by}, weights packed at load; Numba between the products"
     assert told["determinism"] == "batch-invariant"
