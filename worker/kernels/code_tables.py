@@ -9,10 +9,12 @@
     iq4    one of 16 whole numbers, closer to each other around 0 (IQ4_NL of llama.cpp)
 
 Codes are stored in words of 16 bits in an order that kernels unpack without moving numbers between threads: a word has
-two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. A unit is the codes of 16 words of a
-row, 32 or 64 columns. A span is the units of a row that a product reads in one step; the spans of the same columns are
-adjacent, row by row. Eight threads of a load then share a line of the cache: where they shared two or four, an H200
-read 8-bit codes at 67 % of its bandwidth, and reads them at 87 % now (benchmarks/gpu_read_order.py).
+two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. The bits of four codes of e2m1 are
+mixed, so that a mask, or a shift and a mask, moves three of them to their places in a bfloat16: see `E2M1_BITS`. A unit
+is the codes of 16 words of a row, 32 or 64 columns. A span is the units of a row that a product reads in one step; the
+spans of the same columns are adjacent, row by row. Eight threads of a load then share a line of the cache: where they
+shared two or four, an H200 read 8-bit codes at 67 % of its bandwidth, and reads them at 87 % now
+(benchmarks/gpu_read_order.py).
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ NF4 = (
 )
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 TABLES = {"e2m1": (*E2M1, *(-each for each in E2M1)), "nf4": NF4, "iq4": IQ4}
+# Places in a word of the bits of its codes, the lowest bit of a code first. Those of e2m1 are the mantissa, two bits of
+# the exponent, and the sign: a bfloat16 has them where the first code has them.
+BITS = {
+    2: (tuple(range(8)), tuple(range(8, 16))),
+    4: tuple(tuple(range(first, first + 4)) for first in range(0, 16, 4)),
+}
+E2M1_BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 ZERO = 8  # the code of 0 in int4 without zeros
 
 
@@ -53,6 +62,11 @@ def span_of(code: str, k: int, groups: int = 1) -> int:
     group = k if code == "e2m1" and group < unit else group
     sizes = (SPAN_COLUMNS, SPAN_COLUMNS // 2, unit)
     return next((size // unit for size in sizes if size >= unit and group % size == 0), 1)
+
+
+def bits_of(code: str) -> tuple[tuple[int, ...], ...]:
+    """Return the places in a word of the bits of each of its codes, the lowest bit of a code first."""
+    return E2M1_BITS if code == "e2m1" else BITS[CODES[code]]
 
 
 def numbers_of(codes: torch.Tensor, code: str, zeros: torch.Tensor | None, zero: int = ZERO) -> torch.Tensor:
@@ -91,11 +105,11 @@ def pack(codes: torch.Tensor, code: str, groups: int = 1) -> torch.Tensor:
         [..., spans, n, words of a span] int16.
     """
     count, span = CODES[code], span_of(code, codes.shape[-1], groups)
-    bits = 16 // count
     parts = codes.unflatten(-1, (-1, count, WORDS)).unbind(-2)  # [..., n, units, WORDS] each
     words = torch.zeros(parts[0].shape, dtype=torch.int32, device=codes.device)
-    for place, part in enumerate(parts):
-        words |= part.int() << (bits * place)
+    for places, part in zip(bits_of(code), parts, strict=True):
+        for bit, place in enumerate(places):
+            words |= (part.int() >> bit & 1) << place
     return words.to(torch.int16).flatten(-2).unflatten(-1, (-1, span * WORDS)).transpose(-2, -3).contiguous()
 
 
@@ -109,8 +123,11 @@ def narrow_spans(words: torch.Tensor, span: int) -> torch.Tensor:
 
 def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
     """Return the codes [..., n, k] uint8 of words [..., spans, n, words of a span]."""
-    count = CODES[code]
-    bits = 16 // count
     wide = words.transpose(-2, -3).int().unflatten(-1, (-1, WORDS)).flatten(-3, -2) & 0xFFFF  # [..., n, units, WORDS]
-    parts = [((wide >> (bits * place)) & ((1 << bits) - 1)).to(torch.uint8) for place in range(count)]
+    parts = []
+    for places in bits_of(code):
+        found = torch.zeros_like(wide)
+        for bit, place in enumerate(places):
+            found |= (wide >> place & 1) << bit
+        parts.append(found.to(torch.uint8))
     return torch.stack(parts, -2).flatten(-3)

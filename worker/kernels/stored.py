@@ -17,6 +17,7 @@ from .code_tables import CODES, NAMES, WORDS, ZERO, narrow_spans, numbers_of, pa
 from .quantised import QuantisedWeight
 from .stored_exponents import EXPONENT_COLUMNS, exponents_of, powers_of
 
+WORDS_MAX = (1 << 31) - 1  # of a matrix: 8 GB of 4-bit codes
 WIDENED_NUMBERS = 1 << 22  # numbers that are widened at a time
 SMALLEST = 1e-30  # scale of a group of zeros, to avoid division by 0
 TOP = {"int8": 127.0, "e4m3": 448.0, "int4": 7.0}
@@ -37,10 +38,13 @@ class Codes:
         lows: [(experts,) groups, n] float32, added to the scaled numbers of int4 and int8; None: nothing.
         factors: [(experts,) k / unit, n] int32: four e4m3 factors, the first in the lowest bits, each of 16 columns of
             a unit of e2m1; None: 1. A row then has one scale. Products with a code are exact in 16 bits.
-        exponents: [(experts,) k / unit / 2 rounded up, n] int32: four exponents with a bias of 127, the first in the
+        exponents: [(experts,) k / unit / 2 rounded up, n] int32: four exponents with a bias of 1, the first in the
             lowest bits, of powers of two, each of 32 columns of two units of e2m1; 0 stands for a factor of 0; None:
             1. A row then has one scale. See `with_exponents`.
         format: Name of the format for people; "": that of the code.
+
+    Raises:
+        ValueError: A matrix has more words than kernels can count in 32 bits.
     """
 
     code: str
@@ -53,6 +57,11 @@ class Codes:
     factors: torch.Tensor | None = None
     exponents: torch.Tensor | None = None
     format: str = ""
+
+    def __post_init__(self) -> None:
+        spans, n, words = self.words.shape[-3:]
+        if spans * n * words > WORDS_MAX:
+            raise ValueError(f"a matrix of {n} x {self.shape[-1]} codes has more than {WORDS_MAX} words; divide it")
 
     @property
     def shape(self) -> tuple[int, ...]:

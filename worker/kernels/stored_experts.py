@@ -27,6 +27,7 @@ from .stored_linear import (
     StoredTiles,
     depth_of,
     group_steps,
+    last_step,
     row_stride,
     steps_of,
     steps_together,
@@ -59,6 +60,7 @@ def stored_experts_kernel(
     alpha,
     limit,
     STEPS: tl.constexpr,
+    LAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     DOWN: tl.constexpr,
     CODE: tl.constexpr,
@@ -107,7 +109,7 @@ def stored_experts_kernel(
         first_expert = tl.load(blocks + block * (1 if ALONE else FIELDS))
         if first_expert >= 0:
             of_rows = words + first_expert.to(tl.int64) * units * n * _WORDS + rows[:, None] * (SPAN * _WORDS)
-            fetch_first(of_rows, 0, turn, STEPS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
+            fetch_first(of_rows, 0, turn, LAST, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
     wait_for_inputs(OVERLAP)
     expert, pairs, inside = pairs_of(order, blocks, block, TOKENS, ALONE)
     if expert < 0:
@@ -125,12 +127,12 @@ def stored_experts_kernel(
         else:
             lines = tl.minimum(first + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
         fetch_groups(
-            scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
+            scales, extras, lines, 0, LAST, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
         )  # fmt: skip
     words_at = words + of_expert * units * n * _WORDS + rows[:, None].to(tl.int64) * (SPAN * _WORDS)
     x_rows = x + (pairs if DOWN else pairs // width)[:, None].to(tl.int64) * x_stride
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, STEPS - 1, n, scaled, STEPS,
+        words_at, x_rows, inside[:, None], scales, extras, rows, expert * 0, turn, LAST, n, scaled, STEPS,
         TOGETHER, CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS,
         STAGES,
     )  # fmt: skip
@@ -161,20 +163,24 @@ def stored_block_tokens(pairs: int, experts: int, target: Target) -> int:
     return next(tokens for tokens, most in table.items() if pairs <= most * experts)
 
 
-def stored_expert_tiles(tokens: int, target: Target, small_groups: bool = False, alone: bool = False) -> StoredTiles:
+def stored_expert_tiles(tokens: int, target: Target, codes: Codes, alone: bool = False) -> StoredTiles:
     """Return the tiles of a product.
 
     Args:
         tokens: Pairs of a block.
         target: The GPU.
-        small_groups: Whether groups have 32 columns: taller tiles, which read x less often, were faster for these.
-        alone: Whether there is one token, for which such tiles would be too few.
+        codes: The weight.
+        alone: Whether there is one token, for which taller tiles would be too few.
     """
     if not target.hopper:
         return StoredTiles(64, tokens, 4, 3 if target.backend == "cuda" else 2)
     if tokens > 64:
         return StoredTiles(128, tokens, 8, 3)
-    return StoredTiles(128 if small_groups and tokens == 16 and not alone else 64, tokens, 4, 4)
+    if codes.exponents is not None:
+        return StoredTiles(64, tokens, 4, 3)
+    # Taller tiles, which read x less often, were faster for groups of 32 columns.
+    is_tall = group_steps(codes, target) < 0 and tokens == 16 and not alone
+    return StoredTiles(128 if is_tall else 64, tokens, 4, 4)
 
 
 def stored_up(
@@ -236,9 +242,9 @@ def _multiply(
     gated = gating is not None and gating.gated
     depth, group = depth_of(codes, launch.target), group_steps(codes, launch.target)
     extra, extras = codes.extra
-    small_groups = group < 0 or codes.exponents is not None
-    tiles = stored_expert_tiles(tokens_per_block, launch.target, small_groups, sorted_pairs.alone)
-    steps, columns = steps_of(codes, launch.target), ALONE_COLUMNS if sorted_pairs.alone else COLUMNS
+    tiles = stored_expert_tiles(tokens_per_block, launch.target, codes, sorted_pairs.alone)
+    is_long = sorted_pairs.alone or (codes.exponents is not None and tiles.tokens == 16)
+    steps, columns = steps_of(codes, launch.target), ALONE_COLUMNS if is_long else COLUMNS
     programs = sorted_pairs.count * ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(programs,)](
         x,
@@ -261,6 +267,7 @@ def _multiply(
         0.0 if gating is None else gating.activation.alpha,
         0.0 if gating is None else gating.activation.limit,
         STEPS=steps,
+        LAST=last_step(codes, launch.target),
         TOGETHER=steps_together(codes, steps, tiles, columns, launch.target),
         DOWN=gating is None,
         CODE=codes.code,

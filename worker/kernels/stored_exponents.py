@@ -10,8 +10,11 @@ import torch
 
 EXPONENT_COLUMNS = 32  # that share an exponent
 ZEROS_BELOW = 2  # exponents that become 0, which stands for a factor of 0: such numbers are below 2 ** -122
-# Exponents with which 0.5 to 6 times the power of two is exact.
-EXACT = {torch.bfloat16: (2, 252), torch.float16: (104, 140)}
+# Exponents with which 0.5 to 6 times the power of two is exact, up to those that RAISE leaves in 8 bits.
+EXACT = {torch.bfloat16: (2, 128), torch.float16: (104, 128)}
+# Added to exponents: the bits of a code are those of a bfloat16 that is too small by this power of two, so that one
+# product makes up for it and scales.
+RAISE = 126
 _PER_WORD = 4
 
 
@@ -23,8 +26,8 @@ def exponents_of(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
         dtype: Dtype of the products.
 
     Returns:
-        [(experts,) groups / 4 rounded up, n] int32, see `Codes`; None: a scale is no power of two, or the products
-        with it are not exact, or those in this dtype not known to be.
+        [(experts,) groups / 4 rounded up, n] int32, see `Codes`; None: a scale is no power of two, or above 2, or the
+        products with it are not exact, or those in this dtype not known to be.
     """
     if dtype not in EXACT:
         return None
@@ -35,7 +38,7 @@ def exponents_of(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Non
     fits = (bits & ((1 << 23) - 1) == 0) & (exponents >= least) & (exponents <= most)
     if not bool((tiny | fits).all()):
         return None
-    exponents = exponents.masked_fill(tiny, 0)
+    exponents = (exponents + RAISE).masked_fill(tiny, 0)
     if exponents.shape[-2] % _PER_WORD:
         exponents = torch.cat((exponents, torch.zeros_like(exponents[..., :2, :])), -2)
     first, second, third, fourth = exponents.unflatten(-2, (-1, _PER_WORD)).unbind(-2)
@@ -53,5 +56,6 @@ def powers_of(exponents: torch.Tensor, groups: int) -> torch.Tensor:
         [(experts,) n, groups] float32.
     """
     places = torch.arange(0, 8 * _PER_WORD, 8, device=exponents.device, dtype=torch.int32)
-    bits = ((exponents.transpose(-1, -2)[..., None] >> places) & 255) << 23
+    raised = (exponents.transpose(-1, -2)[..., None] >> places) & 255
+    bits = (raised - RAISE).clamp_min(0) << 23
     return bits.view(torch.float32).flatten(-2)[..., :groups]

@@ -73,6 +73,7 @@ def stored_kernel(
     alpha,
     limit,
     STEPS: tl.constexpr,
+    LAST: tl.constexpr,
     PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -116,14 +117,12 @@ def stored_kernel(
     turn = tl.program_id(0) * ROWS // _TURNED
     inside = (columns < tokens)[:, None]
     if PREFETCH > 0:
-        fetch_first(
-            words_at, tl.program_id(1) * STEPS, turn, STEPS * PARTS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH
-        )
+        fetch_first(words_at, tl.program_id(1) * STEPS, turn, LAST, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
         # The weight's rows as above, every eighth.
         eighth = tl.arange(0, ROWS // 8) * 8
         lines = tl.minimum(tl.program_id(0) * NUMBERS + eighth % NUMBERS, results - 1) + eighth // NUMBERS * results
         fetch_groups(
-            scales, extras, lines, tl.program_id(1) * STEPS, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA,
+            scales, extras, lines, tl.program_id(1) * STEPS, LAST, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA,
             DEPTH // (_WORDS * SETS),
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
@@ -131,7 +130,7 @@ def stored_kernel(
     for part in tl.range(0, 1 if SPLIT else PARTS):
         begin = (tl.program_id(1) if SPLIT else part) * STEPS
         found = stored_sum(
-            words_at, x_rows, inside, scales, extras, rows, begin, turn, STEPS * PARTS - 1, n, scaled, STEPS,
+            words_at, x_rows, inside, scales, extras, rows, begin, turn, LAST, n, scaled, STEPS,
             TOGETHER, CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS,
             STAGES,
         )  # fmt: skip
@@ -182,9 +181,16 @@ def group_steps(codes: Codes, target: Target) -> int:
     return codes.group // depth_of(codes, target) or -1
 
 
+def last_step(codes: Codes, target: Target) -> int:
+    """Return the number of the last step with columns, which may be half empty: see PADDED of `stored_sum`."""
+    return ceil_div(codes.shape[-1], depth_of(codes, target)) - 1
+
+
 def steps_of(codes: Codes, target: Target) -> int:
-    """Return the steps of all columns. The last one may be half empty: see PADDED of `stored_sum`."""
-    return ceil_div(codes.shape[-1], depth_of(codes, target))
+    """Return the steps of a sum: those of all columns, and an empty one behind mxfp4's if these could share no turn."""
+    steps = last_step(codes, target) + 1
+    is_odd = target.hopper and codes.exponents is not None and steps % 2 and steps % 3
+    return steps + 1 if is_odd else steps
 
 
 def steps_together(codes: Codes, steps: int, tiles: StoredTiles, columns: int, target: Target) -> int:
@@ -296,6 +302,7 @@ def stored_linear(
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
         STEPS=steps,
+        LAST=last_step(codes, launch.target),
         PARTS=parts,
         SPLIT=split,
         TOGETHER=steps_together(codes, steps, tiles, columns, launch.target),

@@ -22,6 +22,7 @@ from .stored_linear import (
     COLUMNS,
     depth_of,
     group_steps,
+    last_step,
     row_stride,
     steps_of,
     steps_together,
@@ -53,6 +54,7 @@ def stored_project_kernel(
     heads,
     kv_heads,
     STEPS: tl.constexpr,
+    LAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     CODE: tl.constexpr,
     SETS: tl.constexpr,
@@ -89,15 +91,15 @@ def stored_project_kernel(
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     turn = head * HEAD_SIZE // _TURNED
     if PREFETCH > 0:
-        fetch_first(words_at, 0, turn, STEPS - 1, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
+        fetch_first(words_at, 0, turn, LAST, n, STEPS, SETS, SPAN, DEPTH, PADDED, PREFETCH)
         eighth = tl.arange(0, ROWS // 8) * 8  # rows that begin a run of eight, as above
         lines = head * HEAD_SIZE + eighth // 8 % 2 * (HEAD_SIZE // 2) + first_pair + eighth // 16 * 8
         fetch_groups(
-            scales, extras, lines, 0, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
+            scales, extras, lines, 0, LAST, scaled, n, STEPS, GROUP, SCALED_ROWS, EXTRA, DEPTH // (_WORDS * SETS),
         )  # fmt: skip
     wait_for_inputs(OVERLAP)
     total = stored_sum(
-        words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, STEPS - 1, n, scaled, STEPS, TOGETHER,
+        words_at, x_rows, inside[:, None], scales, extras, rows, head * 0, turn, LAST, n, scaled, STEPS, TOGETHER,
         CODE, SETS, SPAN, DEPTH, GROUP, SCALED_ROWS, EXTRA, PADDED, HALF, ASSEMBLY, JOIN, ROWS, TOKENS, STAGES,
     )  # fmt: skip
     let_next_start(OVERLAP)
@@ -158,6 +160,7 @@ def project_codes(
         heads,
         kv_heads,
         STEPS=steps,
+        LAST=last_step(codes, launch.target),
         TOGETHER=steps_together(codes, steps, tiles, ALONE_COLUMNS if tokens <= 16 else COLUMNS, launch.target),
         CODE=codes.code,
         SETS=CODES[codes.code],

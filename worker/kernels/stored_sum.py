@@ -49,7 +49,7 @@ def load_extra(extras, group, n, rows, EXTRA: tl.constexpr, HALF: tl.constexpr):
     """
     FIRST: tl.constexpr = 1024 if HALF else 128
     TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    at = extras + group.to(tl.int64) * n + rows
+    at = extras + (group * n + rows)
     if EXTRA == "zeros":
         return (tl.load(at).to(tl.int32) + FIRST).to(tl.float32).to(TYPE)
     elif EXTRA == "lows":
@@ -66,13 +66,13 @@ def load_factors(extras, step, n, rows, EXTRA: tl.constexpr, UNITS: tl.constexpr
     lower bits; a word in memory has those of two units.
     """
     if EXTRA == "factors":
-        units = (step * UNITS + tl.arange(0, UNITS)).to(tl.int64)
-        return tl.load(extras + units[None, :] * n + rows[:, None])
+        units = step * UNITS + tl.arange(0, UNITS)
+        return tl.load(extras + (units[None, :] * n + rows[:, None]))
     elif UNITS == 2:
-        both = tl.load(extras + step.to(tl.int64) * n + rows)
+        both = tl.load(extras + (step * n + rows))
         return tl.join(both, both >> 16)
     else:
-        return (tl.load(extras + (step // 2).to(tl.int64) * n + rows) >> (step % 2 * 16))[:, None]
+        return (tl.load(extras + (step // 2 * n + rows)) >> (step % 2 * 16))[:, None]
 
 
 @triton.jit
@@ -92,13 +92,13 @@ def unpack_tiles(words, extra, CODE: tl.constexpr, EXTRA: tl.constexpr, HALF: tl
         zero = tl.broadcast_to(extra[:, None], words.shape)
     else:
         zero = tl.full(words.shape, FIRST, TYPE)
-    a, b, c, d = unpack_four(words, zero, CODE, HALF, ASSEMBLY)
+    a, b, c, d = unpack_four(words, zero, CODE, HALF, ASSEMBLY, EXTRA == "exponents")
     # Both have few bits: the products are exact.
     if EXTRA == "factors":
         of_a, of_b, of_c, of_d = unpack_factors(extra, HALF)
         a, b, c, d = a * spread(of_a), b * spread(of_b), c * spread(of_c), d * spread(of_d)
     elif EXTRA == "exponents":
-        of_first, of_second = unpack_exponents(extra, HALF)
+        of_first, of_second = unpack_exponents(extra, HALF, ASSEMBLY)
         a, b = a * spread(of_first), b * spread(of_first)
         c, d = c * spread(of_second), d * spread(of_second)
     return a, b, c, d
@@ -212,6 +212,12 @@ def multiply_words(
 
 
 @triton.jit
+def _step(turned, STEPS: tl.constexpr):
+    """Return a step of a sum that begins in the middle. turned: counted from the first step, below 2 STEPS."""
+    return tl.where(turned < STEPS, turned, turned - STEPS)  # fewer instructions than a remainder
+
+
+@triton.jit
 def fetch_first(
     words_at,
     begin,
@@ -226,9 +232,10 @@ def fetch_first(
     PREFETCH: tl.constexpr,
 ):
     """Fetch the words of the first PREFETCH steps into the L2 cache. For the others see `stored_sum`."""
+    turn = turn % STEPS
     UNITS: tl.constexpr = DEPTH // (_WORDS * SETS)  # of a step
     for ahead in tl.static_range(PREFETCH):
-        step = begin + (turn + ahead) % STEPS
+        step = begin + _step(turn + ahead, STEPS)
         units = step * UNITS + tl.arange(0, UNITS)
         if PADDED:
             units = tl.minimum(units, last * UNITS)
@@ -241,11 +248,12 @@ def fetch_scales(
     of_groups,
     lines,
     begin,
+    last,
     n,
     STEPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Fetch the scales of STEPS steps from step `begin` on into the L2 cache.
+    """Fetch the scales of STEPS steps from step `begin` on, at most to step `last`, into the L2 cache.
 
     They are loaded one step ahead, which is too late for what is still in memory. of_groups: scales [groups, n].
     lines: numbers of the rows that begin a run of 8. GROUP: see `stored_sum`.
@@ -253,8 +261,9 @@ def fetch_scales(
     FIRST: tl.constexpr = 2 if GROUP < 0 else 1
     COUNT: tl.constexpr = STEPS * 2 if GROUP < 0 else (STEPS + GROUP - 1) // GROUP
     first = begin * FIRST if GROUP < 0 else begin // GROUP
+    last = last * FIRST + 1 if GROUP < 0 else last // GROUP
     for chunk in tl.static_range(0, COUNT, 32):
-        groups = first + tl.minimum(chunk + tl.arange(0, 32), COUNT - 1)
+        groups = tl.minimum(first + tl.minimum(chunk + tl.arange(0, 32), COUNT - 1), last)
         prefetch(of_groups + groups[:, None].to(tl.int64) * n + lines[None, :])
 
 
@@ -264,6 +273,7 @@ def fetch_groups(
     extras,
     lines,
     begin,
+    last,
     scaled,
     n,
     STEPS: tl.constexpr,
@@ -274,39 +284,37 @@ def fetch_groups(
 ):
     """Fetch the scales of STEPS steps of UNITS units, and what is beside them; see `fetch_scales` and `load_extra`."""
     if GROUP != 0:
-        fetch_scales(scales, lines // SCALED_ROWS, begin, scaled, STEPS, GROUP)
+        fetch_scales(scales, lines // SCALED_ROWS, begin, last, scaled, STEPS, GROUP)
     if EXTRA == "factors" or EXTRA == "exponents":
         # Of exponents a word has those of two units.
         WORDS_OF_STEP: tl.constexpr = UNITS if EXTRA == "factors" else 1
-        fetch_scales(extras, lines, begin * WORDS_OF_STEP, n, STEPS * WORDS_OF_STEP, 1)
+        end = (last + 1) * WORDS_OF_STEP
+        fetch_scales(extras, lines, begin * WORDS_OF_STEP, end - 1, n, STEPS * WORDS_OF_STEP, 1)
     elif EXTRA != "":
-        fetch_scales(extras, lines, begin, n, STEPS, GROUP)
+        fetch_scales(extras, lines, begin, last, n, STEPS, GROUP)
 
 
 @triton.jit
 def load_groups(
     of_rows,
     extras,
-    turned,
-    begin,
+    step,
     n,
     scaled,
     rows,
-    STEPS: tl.constexpr,
     GROUP: tl.constexpr,
     EXTRA: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """Return the scale of each group of a step, and what it has beside it, [rows] each: two or four vectors.
 
-    of_rows: the rows' first scales. turned: the step, counted from `begin`, at most 2 STEPS.
+    of_rows: the rows' first scales.
     """
-    step = begin + tl.where(turned < STEPS, turned, turned - STEPS)
     first = step // GROUP if GROUP > 0 else step * 2
-    scale = tl.load(of_rows + first.to(tl.int64) * scaled)
+    scale = tl.load(of_rows + first * scaled)
     extra = load_extra(extras, first, n, rows, EXTRA, HALF)
     if GROUP < 0:
-        other_scale = tl.load(of_rows + (first + 1).to(tl.int64) * scaled)
+        other_scale = tl.load(of_rows + (first + 1) * scaled)
         other_extra = load_extra(extras, first + 1, n, rows, EXTRA, HALF)
         return scale, extra, other_scale, other_extra
     else:
@@ -317,10 +325,10 @@ def load_groups(
 def _words_before(step, n, UNITS: tl.constexpr, SPAN: tl.constexpr):
     """Return how far the words of a row in a step of UNITS units lie behind the first words of the row."""
     if UNITS >= SPAN:
-        return step * (tl.cast(UNITS * _WORDS, tl.int64) * n)
+        return step * (UNITS * _WORDS * n)
     else:
         unit = step * UNITS
-        return (unit // SPAN) * (tl.cast(SPAN * _WORDS, tl.int64) * n) + unit % SPAN * _WORDS
+        return (unit // SPAN) * (SPAN * _WORDS * n) + unit % SPAN * _WORDS
 
 
 @triton.jit
@@ -379,30 +387,29 @@ def stored_sum(
     if GROUP != 0:
         for ahead in tl.static_range(TOGETHER):
             groups = groups + load_groups(
-                of_rows, extras, turn + ahead, begin, n, scaled, rows, STEPS, GROUP, EXTRA, HALF
+                of_rows, extras, begin + _step(turn + ahead, STEPS), n, scaled, rows, GROUP, EXTRA, HALF
             )
     for index in tl.range(0, STEPS // TOGETHER, num_stages=STAGES):
-        first = (index * TOGETHER + turn) % STEPS
+        turned = _step(index * TOGETHER + turn, STEPS)
         following = ()
         if GROUP != 0:
-            next_first = (index * TOGETHER + TOGETHER + turn) % STEPS
             for ahead in tl.static_range(TOGETHER):
-                following = following + load_groups(
-                    of_rows, extras, next_first + ahead, begin, n, scaled, rows, STEPS, GROUP, EXTRA, HALF
-                )
+                next_step = begin + _step(turned + TOGETHER + ahead, STEPS)
+                following = following + load_groups(of_rows, extras, next_step, n, scaled, rows, GROUP, EXTRA, HALF)
         products = ()
         for ahead in tl.static_range(TOGETHER):
-            step = begin + tl.where(first + ahead < STEPS, first + ahead, first + ahead - STEPS)
+            step = begin + _step(turned + ahead, STEPS)
             before = _words_before(step, n, COLUMNS // _WORDS, SPAN)
             if PADDED:
-                count = tl.where(step < last, DEPTH, DEPTH // 2)
-                exist = (units < count // SETS)[None, :]
+                count = last * DEPTH + DEPTH // 2 - step * DEPTH  # none in steps behind the last one
+                exist = (units < last * COLUMNS + COLUMNS // 2 - step * COLUMNS)[None, :]
                 words = tl.load(at + before, mask=exist, other=0, eviction_policy=POLICY)
             else:
-                count = DEPTH
+                count = 0
                 words = tl.load(at + before, eviction_policy=POLICY)
             if OF_STEPS:
-                extra = load_factors(extras, step, n, rows, EXTRA, COLUMNS // _WORDS)
+                existing = tl.minimum(step, last) if PADDED else step
+                extra = load_factors(extras, existing, n, rows, EXTRA, COLUMNS // _WORDS)
             elif GROUP == 0:
                 extra = constant
             else:

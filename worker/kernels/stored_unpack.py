@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .code_tables import TABLES
+from .code_tables import E2M1_BITS, TABLES
+from .stored_exponents import RAISE
 
 # Operands: $0 to $3 results, then the words, then the number that stands for 0: 128 + zero, or 1024 + zero in float16.
 _INT4_BF16 = tl.constexpr("""{
@@ -35,42 +36,32 @@ sub.bf16x2 $2, $2, $5;
 sub.bf16x2 $3, $3, $5;
 }""")
 _INT4_F16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400").replace("bf16x2", "f16x2"))
-_E2M1 = """{
-.reg .b32 a, b, c, d, f;
-mov.b32 f, FACTOR;
-SHIFT0 a, $4, BY0;
-SHIFT1 b, $4, BY1;
-SHIFT2 c, $4, BY2;
-SHIFT3 d, $4, BY3;
-and.b32 a, a, MASK;
-and.b32 b, b, MASK;
-and.b32 c, c, MASK;
-and.b32 d, d, MASK;
-shl.b32 $0, $4, 12;
-shl.b32 $1, $4, 8;
-shl.b32 $2, $4, 4;
-lop3.b32 $0, $0, 0x80008000, a, 0xea;
-lop3.b32 $1, $1, 0x80008000, b, 0xea;
-lop3.b32 $2, $2, 0x80008000, c, 0xea;
-lop3.b32 $3, $4, 0x80008000, d, 0xea;
-mul.TYPE $0, $0, f;
-mul.TYPE $1, $1, f;
-mul.TYPE $2, $2, f;
-mul.TYPE $3, $3, f;
-}"""
+BF16_BITS, F16_BITS = E2M1_BITS[0], (9, 10, 11, 15)  # places of mantissa, exponent and sign in 16-bit floats
 
 
-def _e2m1(kind: str, factor: int, mask: int, shift: int) -> str:
-    """Return the assembly for 16-bit floats with bit `shift` as the first bit of the mantissa."""
-    text = _E2M1.replace("TYPE", kind).replace("FACTOR", f"{factor:#x}").replace("MASK", f"{mask:#010x}")
-    for index in range(4):
-        by = shift - 4 * index
-        text = text.replace(f"SHIFT{index}", "shl.b32" if by >= 0 else "shr.u32").replace(f"BY{index}", str(abs(by)))
-    return text
+def _e2m1(kind: str, factor: int, wanted: tuple[int, ...]) -> str:
+    """Return the assembly that moves bits to the places `wanted` of 16-bit floats. factor: of the result; 0: none."""
+    lines = [".reg .b32 t, f;"]
+    for code, places in enumerate(E2M1_BITS):
+        masks: dict[int, int] = {}
+        for place, goal in zip(places, wanted, strict=True):
+            masks[goal - place] = masks.get(goal - place, 0) | 0x10001 << goal
+        for number, (by, mask) in enumerate(sorted(masks.items(), key=lambda item: item[0] != 0)):
+            moved = "t" if by else "$4"
+            if by:
+                lines.append(f"{'shl.b32' if by > 0 else 'shr.u32'} t, $4, {abs(by)};")
+            if number:
+                lines.append(f"lop3.b32 ${code}, {moved}, {mask:#010x}, ${code}, 0xea;")
+            else:
+                lines.append(f"and.b32 ${code}, {moved}, {mask:#010x};")
+    if factor:
+        lines += [f"mov.b32 f, {factor:#x};", *(f"mul.{kind} ${code}, ${code}, f;" for code in range(4))]
+    return "\n".join(("{", *lines, "}"))
 
 
-_E2M1_BF16 = tl.constexpr(_e2m1("bf16x2", 0x7E807E80, 0x01C001C0, 6))  # 2 ** 126
-_E2M1_F16 = tl.constexpr(_e2m1("f16x2", 0x74007400, 0x0E000E00, 9))  # 2 ** 14
+_E2M1_BF16 = tl.constexpr(_e2m1("bf16x2", 0x7E807E80, BF16_BITS))  # 2 ** 126
+_E2M1_F16 = tl.constexpr(_e2m1("f16x2", 0x74007400, F16_BITS))  # 2 ** 14
+_TINY_BF16, _TINY_F16 = tl.constexpr(_e2m1("", 0, BF16_BITS)), tl.constexpr(_e2m1("", 0, F16_BITS))
 # Two words, each with four codes, look up the high and the low bytes of four numbers: a `prmt` chooses among the bytes
 # of two registers, so that two of them and a third one between their results choose among 16. The last ones put the
 # bytes of the same place of both words beside each other.
@@ -120,6 +111,8 @@ def _table(code: str, dtype: torch.dtype) -> str:
 
 _NF4_BF16, _NF4_F16 = (tl.constexpr(_table("nf4", each)) for each in (torch.bfloat16, torch.float16))
 _IQ4_BF16, _IQ4_F16 = (tl.constexpr(_table("iq4", each)) for each in (torch.bfloat16, torch.float16))
+_PLACES = tl.constexpr(E2M1_BITS)
+_RAISE = tl.constexpr(RAISE)
 _NF4, _IQ4 = tl.constexpr(TABLES["nf4"]), tl.constexpr(TABLES["iq4"])
 _INT8_BF16 = tl.constexpr("""{
 .reg .b32 a, b, c;
@@ -228,7 +221,10 @@ def _nibble(wide, zero, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.conste
     elif CODE == "iq4":
         return _looked_up(code, _IQ4).to(TYPE)
     else:
-        return _float(code >> 3, code & 7, 22, 2.0**126, TYPE)
+        MANTISSA: tl.constexpr = _PLACES[PLACE][0]
+        HIGH: tl.constexpr = _PLACES[PLACE][2]  # of the exponent; the last code has a gap below it
+        size = ((wide >> MANTISSA) & 3) | ((wide >> (HIGH - 2)) & 4)
+        return _float((wide >> _PLACES[PLACE][3]) & 1, size, 22, 2.0**126, TYPE)
 
 
 @triton.jit
@@ -242,10 +238,13 @@ def _octet(wide, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def unpack_four(words, zero, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
+def unpack_four(
+    words, zero, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: tl.constexpr, TINY: tl.constexpr = False
+):
     """Unpack int16 words into four tiles of bfloat16 numbers, or of float16 ones with HALF.
 
-    zero: of the same shape and the type of the result: 128 (in float16 1024) + the code of 0. Only int4 uses it.
+    zero: of the same shape and the type of the result: 128 (in float16 1024) + the code of 0. Only int4 uses it. TINY:
+    with ASSEMBLY leave numbers of e2m1 too small by what `unpack_exponents` multiplies into its factors.
     """
     if ASSEMBLY and CODE == "int4":
         return _four(words, zero, _INT4_F16 if HALF else _INT4_BF16, HALF)
@@ -253,6 +252,8 @@ def unpack_four(words, zero, CODE: tl.constexpr, HALF: tl.constexpr, ASSEMBLY: t
         return _four(words, zero, _NF4_F16 if HALF else _NF4_BF16, HALF)
     elif ASSEMBLY and CODE == "iq4":
         return _four(words, zero, _IQ4_F16 if HALF else _IQ4_BF16, HALF)
+    elif ASSEMBLY and TINY:
+        return _four(words, zero, _TINY_F16 if HALF else _TINY_BF16, HALF)
     elif ASSEMBLY:
         return _four(words, zero, _E2M1_F16 if HALF else _E2M1_BF16, HALF)
     else:
@@ -289,8 +290,22 @@ def unpack_factors(factors, HALF: tl.constexpr):
 
 
 @triton.jit
-def unpack_exponents(exponents, HALF: tl.constexpr):
-    """Unpack the two lowest bytes of int32 words, exponents with a bias of 127, into two tensors of powers of two."""
-    TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
-    first, second = (exponents & 255) << 23, ((exponents >> 8) & 255) << 23
-    return first.to(tl.float32, bitcast=True).to(TYPE), second.to(tl.float32, bitcast=True).to(TYPE)
+def unpack_exponents(exponents, HALF: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Unpack the two lowest bytes of int32 words into two tensors of factors; see `Codes.exponents`.
+
+    They are powers of two, and 0. With ASSEMBLY they make up for numbers that are TINY.
+    """
+    first, second = exponents & 255, (exponents >> 8) & 255
+    if ASSEMBLY and HALF:
+        # A float16 has exponents with a bias of 15, and its numbers are too small by 2 ** 14.
+        first = tl.maximum(first - (_RAISE + 98), 0) << 10
+        second = tl.maximum(second - (_RAISE + 98), 0) << 10
+        return first.to(tl.int16).to(tl.float16, bitcast=True), second.to(tl.int16).to(tl.float16, bitcast=True)
+    elif ASSEMBLY:
+        first, second = (first << 7).to(tl.int16), (second << 7).to(tl.int16)
+        return first.to(tl.bfloat16, bitcast=True), second.to(tl.bfloat16, bitcast=True)
+    else:
+        TYPE: tl.constexpr = tl.float16 if HALF else tl.bfloat16
+        first = tl.maximum(first - _RAISE, 0) << 23
+        second = tl.maximum(second - _RAISE, 0) << 23
+        return first.to(tl.float32, bitcast=True).to(TYPE), second.to(tl.float32, bitcast=True).to(TYPE)

@@ -281,12 +281,12 @@ def test_a_row_has_the_same_bits_in_any_company(layout: Layout, monkeypatch: pyt
 @runs_kernels
 @pytest.mark.parametrize("joins", [False, pytest.param(True, marks=on_hopper_or_interpreted)])
 @pytest.mark.parametrize("matrix", ["", "v_wmma"])
-def test_half_a_step_of_exponents_reads_nothing_outside(joins: bool, matrix: str) -> None:
+@pytest.mark.parametrize("units", [5, 13])
+def test_half_a_step_of_exponents_reads_nothing_outside(joins: bool, matrix: str, units: int) -> None:
     """The columns of a word of exponents end behind the weight where its units are odd."""
-    n, units = 72, 5
-    k, dtype = 64 * units, DTYPES[0]
+    n, k, dtype = 72, 64 * units, DTYPES[0]
     codes = random_codes(n, k, ("e2m1", 0, "exponents", 1))
-    assert codes.exponents is not None and len(codes.exponents) == 3
+    assert codes.exponents is not None and len(codes.exponents) == (units + 1) // 2
     x = torch.full((3, k + 64), float("nan"), dtype=dtype, device=DEVICE.torch_device)[:, :k].normal_()
     launch = launched(joins=joins)
     if matrix and DEVICE.runs_kernels:
@@ -317,6 +317,22 @@ def test_bits_are_the_same_for_any_steps_of_a_turn(layout: Layout, k: int, monke
     monkeypatch.setattr(module, "steps_together", lambda *_: 1)
     assert torch.equal(several, stored_linear(launch, x, codes, None, torch.float32))
     assert counts[0] > 1
+
+
+@pytest.mark.parametrize(("units", "steps"), [(5, 3), (13, 8), (45, 24), (9, 6), (12, 6)])
+def test_an_empty_step_lets_the_steps_of_mxfp4_share_turns(units: int, steps: int) -> None:
+    """45 units, the columns of gpt-oss, are 23 steps, which no smaller number divides."""
+    codes, target = random_codes(16, 64 * units, ("e2m1", 0, "exponents", 1)), TARGETS["sm_90"]
+    assert module.steps_of(codes, target) == steps
+    assert module.last_step(codes, target) == (units + 1) // 2 - 1
+    assert module.steps_together(codes, steps, module.tiles_of(1, 16, target), 256, target) > 1
+    assert module.steps_of(codes, TARGETS["sm_80"]) == module.last_step(codes, TARGETS["sm_80"]) + 1
+
+
+def test_a_matrix_of_too_many_words_is_refused() -> None:
+    words = torch.empty((1 << 10, 1 << 16, 32), dtype=torch.int16, device="meta")
+    with pytest.raises(ValueError, match=r"a matrix of 65536 x 131072 codes has more than 2147483647 words"):
+        Codes("int4", words, torch.empty((1, 1 << 16), device="meta"))
 
 
 def test_the_steps_of_a_turn_fit_its_registers_and_divide_the_steps() -> None:
@@ -352,10 +368,10 @@ def test_scales_of_32_bits_become_exponents(experts: tuple[int, ...]) -> None:
 
 def test_scales_that_are_not_exact_stay() -> None:
     codes = random_codes(2, 64, ("e2m1", 32, "", 1))
-    for scale, dtype in ((0.3, torch.bfloat16), (2.0**126, torch.bfloat16), (2.0**14, torch.float16)):
+    for scale, dtype in ((0.3, torch.bfloat16), (4.0, torch.bfloat16), (4.0, torch.float16), (2.0**-24, torch.float16)):
         other = replace(codes, scales=torch.full_like(codes.scales, scale))
         assert with_exponents(other, dtype) is other
-    largest = replace(codes, scales=torch.full_like(codes.scales, 2.0**125))
+    largest = replace(codes, scales=torch.full_like(codes.scales, 2.0))
     assert with_exponents(largest, torch.bfloat16).exponents is not None
     nothing = with_exponents(replace(codes, scales=torch.full_like(codes.scales, 2.0**-127)), torch.bfloat16)
     assert nothing.exponents is not None and not bool(nothing.widened().any())
