@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from tools.amdgcn.checks import Fault, Findings, Unsupported
 from tools.amdgcn.machine import Program, launch
@@ -115,6 +116,23 @@ def test_a_clamped_subtraction_ends_at_zero(arch: str, name: str) -> None:
     plain, clamped = (computed(f"{name} v10, v2, v3{tail}", first, second, arch=arch)[:4] for tail in ("", " clamp"))
     assert plain.tolist() == [2, 2**32 - 2, 2**32 - 1, 2**32 - 2]
     assert clamped.tolist() == [2, 0, 0, 2**32 - 2]
+
+
+def _bfloat16(numbers: Array) -> Array:
+    """Return the bits of float64 numbers, rounded to bfloat16."""
+    return torch.from_numpy(numbers).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def test_a_product_of_bfloat16_is_rounded_once_into_the_lower_half() -> None:
+    first = np.array([0x3FC1, 0xC049, 0x4100, 0x7F80], np.uint32)
+    second = np.array([0x3F83, 0x4051, 0xBF00, 0x3F80], np.uint32)
+    exact = np.multiply(*((each << 16).view(np.float32).astype(np.float64) for each in (first, second)))
+    product = "v_dot2_bf16_bf16 v10, v2, v3, 0"
+    found = computed(f"v_mov_b32_e32 v10, -1\n{product}", first, second, arch="gfx1100")[:4]
+    assert (found & 0xFFFF).tolist() == _bfloat16(exact).tolist()
+    assert (found >> 16).tolist() == [0xFFFF] * 4
+    both = computed(product, first * 0x10001, second * 0x10001, arch="gfx1100")[:4]
+    assert (both & 0xFFFF).tolist() == _bfloat16(2 * exact).tolist()
 
 
 def test_lds_that_nobody_wrote_is_seen_and_so_are_its_bounds() -> None:

@@ -56,7 +56,12 @@ LAYERS = ((3, BF16, 384, False, False), (16, F16, 2048, True, True))
 CODES = (
     *(("int4", 64, 3, BF16), ("e4m3", 0, 3, BF16), ("e2m1", 32, 3, BF16), ("int8", 0, 20, F16)),
     *(("int4", 0, 20, F16), ("e4m3", 64, 20, F16)),
-    *(("nf4", 64, 1, BF16), ("iq4", 32, 1, BF16), ("e2m1 with factors", 0, 1, BF16)),
+    *(
+        ("nf4", 64, 1, BF16),
+        ("iq4", 32, 1, BF16),
+        ("e2m1 with factors", 0, 1, BF16),
+        ("e2m1 with exponents", 0, 1, BF16),
+    ),
     *(("int4 with lows", 32, 1, BF16), ("int8 with lows", 16, 1, F16)),
 )
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 256, 8, 2, 64, 320

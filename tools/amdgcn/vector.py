@@ -240,6 +240,26 @@ def _pack_converted(convert: Callable[[Array], Array]) -> Callable[[Instruction,
     return make
 
 
+def _dot_of_two(instruction: Instruction, isa: Isa) -> Code:
+    """Translate v_dot2_bf16_bf16: the products of both halves, added. From gfx11 on Triton multiplies bfloat16 with it.
+
+    Which of its sums a GPU rounds, and how, is not known here. A single product, with halves of 0, is rounded once.
+    """
+    if any(instruction.modifiers.get("op_sel", ())) or instruction.operands[3] != "0":
+        raise Unsupported(instruction.text)
+    a, b = (source(text) for text in instruction.operands[1:3])
+
+    def halves(bits: Array) -> tuple[Array, Array]:
+        whole = np.asarray(bits)
+        return as_f32(low16(whole) << HIGH).astype(F64), as_f32((whole >> HIGH) << HIGH).astype(F64)
+
+    def calculate(w: Wave) -> Array:
+        (low, high), (other_low, other_high) = halves(a(w)), halves(b(w))
+        return to_bf16(bits32(low * other_low + high * other_high))
+
+    return narrow_result(vector_register(instruction.operands[0]), calculate, isa, 0)
+
+
 def _any_logic(narrow: bool) -> Callable[[Instruction, Isa], Code]:
     """Translate v_bitop3: any function of three bits, given by its truth table of eight bits."""
 
@@ -296,6 +316,7 @@ _SINGLE: dict[str, Callable[[Instruction, Isa], Code]] = {
     "div_fixup_f32": _division_fixup,
     "cvt_pk_bf16_f32": _pack_converted(to_bf16),
     "cvt_pk_f16_f32": _pack_converted(lambda bits: bits16(as_f32(bits))),
+    "dot2_bf16_bf16": _dot_of_two,
     "bitop3_b32": _any_logic(narrow=False),
     "bitop3_b16": _any_logic(narrow=True),
 }
