@@ -9,8 +9,8 @@
     iq4    one of 16 whole numbers, closer to each other around 0 (IQ4_NL of llama.cpp)
 
 Codes are stored in words of 16 bits in an order that kernels unpack without moving numbers between threads: a word has
-two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. The bits of four codes of e2m1 are
-mixed, so that a mask, or a shift and a mask, moves three of them to their places in a bfloat16: see `E2M1_BITS`. A unit
+two codes of 8 bits or four of 4 bits, and those of one word are 16 columns apart. Four codes of e2m1 have their
+bits mixed: a mask, or a shift and a mask, moves three of the codes to their places in a bfloat16 (`E2M1_BITS`). A unit
 is the codes of 16 words of a row, 32 or 64 columns. A span is the units of a row that a product reads in one step; the
 spans of the same columns are adjacent, row by row. Eight threads of a load then share a line of the cache: where they
 shared two or four, an H200 read 8-bit codes at 67 % of its bandwidth, and reads them at 87 % now
@@ -34,8 +34,8 @@ NF4 = (
 )
 IQ4 = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 TABLES = {"e2m1": (*E2M1, *(-each for each in E2M1)), "nf4": NF4, "iq4": IQ4}
-# Places in a word of the bits of its codes, the lowest bit of a code first. Those of e2m1 are the mantissa, two bits of
-# the exponent, and the sign: a bfloat16 has them where the first code has them.
+# Places of the bits of each code in a word, the lowest bit of a code first. In e2m1 these bits are the mantissa, two of
+# the exponent, and the sign; in the first code they lie where a bfloat16 has them.
 BITS = {
     2: (tuple(range(8)), tuple(range(8, 16))),
     4: tuple(tuple(range(first, first + 4)) for first in range(0, 16, 4)),

@@ -187,7 +187,7 @@ def last_step(codes: Codes, target: Target) -> int:
 
 
 def steps_of(codes: Codes, target: Target) -> int:
-    """Return the steps of a sum: those of all columns, and an empty one behind mxfp4's if these could share no turn."""
+    """Return the steps of a sum. mxfp4 has an empty one more, if its others could share no turn."""
     steps = last_step(codes, target) + 1
     is_odd = target.hopper and codes.exponents is not None and steps % 2 and steps % 3
     return steps + 1 if is_odd else steps

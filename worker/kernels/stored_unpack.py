@@ -40,7 +40,7 @@ BF16_BITS, F16_BITS = E2M1_BITS[0], (9, 10, 11, 15)  # places of mantissa, expon
 
 
 def _e2m1(kind: str, factor: int, wanted: tuple[int, ...]) -> str:
-    """Return the assembly that moves bits to the places `wanted` of 16-bit floats. factor: of the result; 0: none."""
+    """Return the assembly that moves bits to the places `wanted` of 16-bit floats. factor: multiplied in; 0: none."""
     lines = [".reg .b32 t, f;"]
     for code, places in enumerate(E2M1_BITS):
         masks: dict[int, int] = {}
@@ -222,7 +222,7 @@ def _nibble(wide, zero, PLACE: tl.constexpr, CODE: tl.constexpr, HALF: tl.conste
         return _looked_up(code, _IQ4).to(TYPE)
     else:
         MANTISSA: tl.constexpr = _PLACES[PLACE][0]
-        HIGH: tl.constexpr = _PLACES[PLACE][2]  # of the exponent; the last code has a gap below it
+        HIGH: tl.constexpr = _PLACES[PLACE][2]  # bit of the exponent; the last code has a gap below it
         size = ((wide >> MANTISSA) & 3) | ((wide >> (HIGH - 2)) & 4)
         return _float((wide >> _PLACES[PLACE][3]) & 1, size, 22, 2.0**126, TYPE)
 
