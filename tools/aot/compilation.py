@@ -39,6 +39,7 @@ ADDRESSING = (
     "POOL_BLOCK",
     "HEAD",
     "STEPS",
+    "LAST",
     "SHARE",
     "LATENT",
     "ROPE",
