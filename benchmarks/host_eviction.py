@@ -25,6 +25,7 @@ from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
+from kvforge.coordinator.core.cache.pool_indexing import index_run
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.sequences import Sequences
 from kvforge.coordinator.core.cache.tenants import Tenants
@@ -53,7 +54,8 @@ class Pool:
         self.copies: HostCopies | None = None
         if way != NO_TIER:
             tiers = HostTiers(1, count, tenants, None, WINDOW if way == SKIPPED else 0)
-            self.copies = self._pool.host = HostCopies(tiers.attach("file", 2 * count, 1), index, blocks, 0, count)
+            tier = tiers.attach("file", 2 * count, 1)
+            self.copies = self._pool.eviction.host = HostCopies(tier, index, blocks, 0, count)
             self._pool.writeback = HostWriteback(self.copies, 0)
 
     def prompt_us(self, contents: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> float:
@@ -64,7 +66,7 @@ class Pool:
         ids = pool.allocate(self._tenant, len(contents))
         if self.copies is not None:
             self.copies.flush(self._step)
-        pool.index_run(ids, root_key(SALT), values, contents)
+        index_run(pool, ids, root_key(SALT), values, contents)
         if self.copies is not None:
             self.copies.due(self._step)
             self.copies.step_done(self._step, self._sequences)

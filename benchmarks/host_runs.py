@@ -33,6 +33,7 @@ from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
+from kvforge.coordinator.core.cache.pool_indexing import index_run
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.sequences import Sequences
 from kvforge.coordinator.core.cache.tenants import Tenants
@@ -68,7 +69,7 @@ class Load:
         self._index = PrefixCache(PrefixStore(count, BLOCK_SIZE), blocks, waits, self._hasher)
         self._pool = BlockPool(clock, blocks, tenants, waits, self._index, 1, 0, count)
         tier = HostTiers(1, count, tenants).attach("file", file_blocks, 1, new=True)
-        self._copies = self._pool.host = HostCopies(tier, self._index, blocks, 0, count)
+        self._copies = self._pool.eviction.host = HostCopies(tier, self._index, blocks, 0, count)
         self._pool.writeback = HostWriteback(self._copies, writeback)
         self._sequences, self._tenant, self._step = Sequences(clock, limits, waits, 0), tenants.intern("default"), 0
         self._rng = np.random.default_rng(1)
@@ -101,7 +102,7 @@ class Load:
             self._copies.forget(len(self._rows))
         self.books_ns += perf_counter_ns() - begun
         parent = int(self._index.keys(hits[-1:])[0]) if hits.size else root_key(SALT)
-        chain = pool.index_run(fresh, parent, values[hits.size :], contents[hits.size :])
+        chain = index_run(pool, fresh, parent, values[hits.size :], contents[hits.size :])
         if again:
             self.found, self.possible = self.found + min(at, len(known)), self.possible + len(known)
         self._rows.append(
@@ -121,7 +122,7 @@ class Load:
                 self._grow(row)
         begun = perf_counter_ns()
         if pool.writeback is not None:
-            pool.writeback.order(pool)
+            pool.writeback.order(pool.parts)
         carried = copies.flush(self._step)
         copies.step_done(self._step, self._sequences)
         self.books_ns += perf_counter_ns() - begun
@@ -145,7 +146,7 @@ class Load:
         self.books_ns += perf_counter_ns() - begun
         contents = row.contents[row.filled]
         value = self._hasher.chain(SALT, row.contents[: row.filled + 1].reshape(-1))[-1:]
-        row.chain = pool.index_run(ids, row.chain, value, contents[None])
+        row.chain = index_run(pool, ids, row.chain, value, contents[None])
         row.ids, row.filled = np.concatenate([row.ids, ids]), row.filled + 1
 
     def run(self, turns: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.host_copies import HostCopies
 from kvforge.coordinator.core.cache.host_tiers import HostTiers
 from kvforge.coordinator.core.cache.host_writeback import HostWriteback
+from kvforge.coordinator.core.cache.pool_indexing import index_run
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.sequences import Sequences
 from kvforge.coordinator.core.cache.tenants import Tenants
@@ -47,7 +48,7 @@ def measured(tokens: int) -> dict[str, Any]:
     pool = BlockPool(clock, blocks, tenants, waits, index, 1, 0, count)
     tier = HostTiers(1, count, tenants).attach("file", 2 * count, 1)
     copies = HostCopies(tier, index, blocks, 0, count)
-    pool.host, pool.writeback = copies, HostWriteback(copies, 1)
+    pool.eviction.host, pool.writeback = copies, HostWriteback(copies, 1)
     sequences = Sequences(clock, limits, waits, 0)
     for value in range(2 * count):  # entries of others, each of one block
         node = tier.add(root_key(7), (1 << 63) + value, value.to_bytes(4 * BLOCK_SIZE, "little"))
@@ -58,9 +59,9 @@ def measured(tokens: int) -> dict[str, Any]:
     values = hasher.chain(5, contents.reshape(-1))
     parent, took_us = root_key(5), np.zeros(count)
     for number in range(count):
-        parent = pool.index_run(ids[number : number + 1], parent, values[number : number + 1], contents[number, None])
+        parent = index_run(pool, ids[number : number + 1], parent, values[number : number + 1], contents[number, None])
         begun = perf_counter_ns()
-        pool.writeback.order(pool)
+        pool.writeback.order(pool.parts)
         copies.flush(number + 1)
         copies.step_done(number + 1, sequences)
         took_us[number] = (perf_counter_ns() - begun) / 1e3

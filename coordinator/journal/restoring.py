@@ -281,7 +281,7 @@ class _Restoring:
             copies = HostCopies(tier, group.index, cache.blocks, pool.base, pool.count, sight)
             copies.compute_costs = group.costs
             apart = ("identity", "backlog", "write_costs", "read_costs", "disk", "paced")
-            group.host = pool.host = self._fields.restore(copies, saved.host, *apart)
+            group.host = pool.eviction.host = self._fields.restore(copies, saved.host, *apart)
             copies.paced.slot, copies.paced.waiting = saved.host.paced[0], dict(saved.host.paced[1])
             for costs, line in (
                 (copies.write_costs, saved.host.write_costs),
@@ -354,15 +354,13 @@ class _Restoring:
             zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
         made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
         pool = BlockPool(*made_of, epoch, saved.base, saved.count, zeroing, mixed)
-        fields.restore(pool, saved, "lru", "_stamp", "quarantine", "zeroing")
+        fields.restore(pool, saved, "lru", "_stamp", "quarantine", "zeroing", "checkpoints", "windows")
         number: Array = get_args(I64)[1]
         pool.recent.stamp = saved._stamp
         for tenant, (ids, stamps) in saved.lru.items():
             pool.recent.restore(tenant, fields.array(ids, number), fields.array(stamps, number))
-        pool._checkpoint_of = {block: key for key, blocks in pool.checkpoints.items() for block in blocks}
-        for key, blocks in pool.windows.items():
-            pool._window_keys[list(blocks)] = key
-        pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
+        pool.parts.restore(saved.checkpoints, saved.windows)
+        pool.quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
         return pool
 
     def _index(self, saved: c.SavedIndex) -> PrefixCache:

@@ -169,7 +169,9 @@ class _Saving:
             pool,
             lru=lru,
             _stamp=pool.recent.stamp,
-            quarantine=[self._arrays.add(ids) for ids in pool._quarantine],
+            quarantine=[self._arrays.add(ids) for ids in pool.quarantine],
+            checkpoints=pool.parts.checkpoints,
+            windows=pool.parts.windows,
             zeroing=self._of(c.SavedZeroing, zeroing, _owed=list(zeroing._owed)) if zeroing is not None else None,
         )
 

@@ -28,7 +28,7 @@ def served(driver: Driver, prompt: list[int], max_tokens: int = 2, **fields: Any
 def checkpoints(driver: Driver) -> int:
     """The number of checkpoints of the only pool."""
     (group,) = driver.machine.cache.groups.values()
-    return len(group.pool.checkpoints)
+    return len(group.pool.parts.checkpoints)
 
 
 def kinds(driver: Driver, kind: int) -> int:
@@ -130,7 +130,7 @@ def test_a_checkpoint_goes_with_the_block_that_it_hangs_on_and_as_a_whole() -> N
     driver, _ = stateful(blocks=24)
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
-    (key,) = group.pool.checkpoints
+    (key,) = group.pool.parts.checkpoints
     assert kinds(driver, CHECKPOINT) == BLOCKS
     group.pool.unindex(key & 0xFFFFFFFF)
     driver.machine.check_invariants()

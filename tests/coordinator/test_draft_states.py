@@ -97,7 +97,7 @@ def test_checkpoints_are_taken_at_each_position_where_one_is_wanted(wrong: int) 
         driver.run_until_idle()
         assert driver.answer_of(request) == continuation(PROMPT, 40)
         (group,) = driver.machine.cache.groups.values()
-        kept = sorted({worker.states[int(ids[0])] for ids in group.pool.checkpoints.values()})
+        kept = sorted({worker.states[int(ids[0])] for ids in group.pool.parts.checkpoints.values()})
         taken[states] = kept
     assert taken[STATES] == taken[0] == [8, 16, 24, 32, 40]
 

@@ -32,6 +32,6 @@ def test_a_snapshot_keeps_entries_and_copies(kind: Any, answered: bool, tmp_path
     machine.check_invariants()
     assert state_digest(machine) == state_digest(driver.machine)
     (group,) = machine.cache.groups.values()
-    assert group.host is not None and group.pool.host is group.host
+    assert group.host is not None and group.pool.eviction.host is group.host
     assert group.host.tier is machine.cache.host_tiers.tiers["file"]
     assert len(group.host.sent) == (0 if answered else 1)

@@ -70,7 +70,7 @@ def test_an_evicted_prefix_comes_back_with_its_window() -> None:
     assert driver.serve(FIRST) == FULL * SIZE
     (pool,) = (group.pool for group in driver.machine.cache.groups.values())
     assert driver.tier.loaded_total == read(worker) >= IN_SIGHT * PAGES + 1
-    assert pool.windows, "window blocks that came back hang on entries again"
+    assert pool.parts.windows, "window blocks that came back hang on entries again"
     assert driver.tier.referenced == 0
 
 
@@ -97,7 +97,7 @@ def test_the_window_alone_comes_back_to_blocks_of_the_pool() -> None:
     driver, worker = hosted(blocks=40)
     driver.serve(FIRST)
     (group,) = driver.machine.cache.groups.values()
-    windows = dict(group.pool.windows)
+    windows = dict(group.pool.parts.windows)
     for key, ids in windows.items():
         assert group.host is not None
         group.host.reuse(np.array(ids))
@@ -195,7 +195,7 @@ def test_a_window_block_is_explained() -> None:
     driver, _ = hosted(blocks=40, host_writeback_blocks=4)
     driver.serve(FIRST, 12)
     (group,) = driver.machine.cache.groups.values()
-    last = list(group.pool.windows.values())[-1]
+    last = list(group.pool.parts.windows.values())[-1]
     assert all(driver.machine.cache.blocks.kind[list(last)] == WINDOW)
     words = " ".join(driver.ask(Explain(rid=driver.rid(), block_id=last[0])).sentences)
     assert "its content is in block" in words and "of the host tier" in words

@@ -14,6 +14,8 @@ from kvforge.coordinator.core.cache import kv_cache_manager
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
 from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.pool_indexing import index_block, index_run
+from kvforge.coordinator.core.cache.pool_invariants import check_pool
 from kvforge.coordinator.core.cache.prefix_cache import PrefixCache, PrefixStore, root_key
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
@@ -133,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         pool, model = self.pool, self.model
-        pool.check_invariants()
+        check_pool(pool)
         states = pool.blocks.state.tolist()
         assert {b for b, state in enumerate(states) if state == FREE} == model.free
         assert {b for b, state in enumerate(states) if state == QUARANTINED} == model.quarantined
@@ -210,14 +212,14 @@ class PrefixMachine(RuleBasedStateMachine):
         at_once = at_once and self.exact and bool(fresh)
         if at_once:
             contents = tokens.reshape(-1, SIZE)[len(hits) :]
-            last = self.pool.index_run(np.array(fresh), parent, hashes[len(hits) :], contents)
+            last = index_run(self.pool, np.array(fresh), parent, hashes[len(hits) :], contents)
             assert last == self._indexed_as(int(hashes[-1]))
         for i in range(len(hits), len(path)):
             self.content[ids[i]] = (salt, tuple(tokens[: (i + 1) * SIZE].tolist()))
             if at_once:
                 key = self._indexed_as(int(hashes[i]))
             else:
-                key = self.pool.index_block(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
+                key = index_block(self.pool, ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
             assert self.trie.add(parent, path[i], key, ids[i]) == key
             parent = key
         self.pool.release(np.array(ids, np.int64), 0)
@@ -270,7 +272,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.pool.check_invariants()
+        check_pool(self.pool)
         assert len(self.index) == sum(map(len, self.trie.children.values()))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
+from kvforge.coordinator.core.cache.pool_invariants import check_pool
 from kvforge.coordinator.core.cache.tenants import Tenants
 from kvforge.coordinator.core.clock import Clock
 from kvforge.coordinator.core.limits import Quota
@@ -67,7 +68,7 @@ def test_blocks_with_one_holder_each_are_released_together() -> None:
     assert digest(pool) == before
     assert pool.release_sole(blocks[1:])
     assert (pool.free, pool.referenced) == (5, 1)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 # behaviour 5
@@ -75,7 +76,7 @@ def test_a_fresh_pool_is_all_free() -> None:
     pool = new_pool(5, base=3)
     assert (pool.free, pool.cached, pool.referenced, pool.quarantined) == (5, 0, 0, 0)
     assert (pool.allocated_total, pool.freed_total, pool.referenced_peak) == (0, 0, 0)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 # behaviour 16
@@ -94,7 +95,7 @@ def test_exhaust_free_one_and_allocate_again_gives_exactly_that_one_with_a_new_g
     assert pool.allocate(1, 1).tolist() == [1]
     assert generation == 1
     assert pool.blocks.generation[:3].tolist() == [0, 1, 0]
-    pool.check_invariants()
+    check_pool(pool)
 
 
 # behaviour 9
@@ -131,7 +132,7 @@ def test_a_block_that_a_step_may_touch_is_quarantined_until_that_step_is_over() 
     assert pool.quarantined == 2
     pool.step_done(7)
     assert (pool.free, pool.quarantined) == (2, 0)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_quarantine_remembers_the_latest_step_of_any_holder() -> None:
@@ -155,7 +156,7 @@ def test_an_indexed_block_is_cached_when_its_last_holder_goes_and_evicted_oldest
     assert pool.blocks.state[taken].tolist() == [CACHED] * 3
     pool.allocate(1, 2)
     assert pool.index.removed == [1, 2]
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_holding_a_cached_block_revives_it_with_the_same_generation() -> None:
@@ -166,7 +167,7 @@ def test_holding_a_cached_block_revives_it_with_the_same_generation() -> None:
     pool.hold(block)
     assert pool.blocks.state[0] == REFERENCED
     assert (pool.cached, pool.referenced, int(pool.blocks.generation[0])) == (0, 1, 0)
-    pool.check_invariants()
+    check_pool(pool)
 
 
 def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_step_ends() -> None:
@@ -179,7 +180,7 @@ def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_st
     assert pool.blocks.state[0] == REFERENCED
     pool.release(block, 3)
     assert pool.blocks.state[0] == CACHED
-    pool.check_invariants()
+    check_pool(pool)
 
 
 # behaviour 14: below the commands, a double free is a bug of the core, and an assertion catches it

@@ -10,6 +10,7 @@ import pytest
 from kvforge.coordinator.core.cache import kv_cache_manager
 from kvforge.coordinator.core.cache.blocks import REFERENCED
 from kvforge.coordinator.core.cache.hashing import BlockHasher
+from kvforge.coordinator.core.cache.pool_indexing import index_block, index_run
 from kvforge.coordinator.core.cache.prefix_cache import root_key
 from kvforge.protocol.errors import InvalidRequest
 from tests.coordinator.conftest import MakePool
@@ -280,18 +281,18 @@ def test_a_block_with_other_tokens_has_no_children_of_its_earlier_entry(make_poo
     ids = pool.allocate(0, 3).tolist()
     first, changed, after = int32([1, 2, 3, 4]), int32([1, 2, 9, 9]), int32([5, 6, 7, 8])
     values = hasher.extend(np.array([7], np.uint64), first[None])
-    key = pool.index_block(ids[0], -8, int(values[0]), first)
+    key = index_block(pool, ids[0], -8, int(values[0]), first)
     (below,) = hasher.extend(values, after[None])
-    pool.index_block(ids[1], key, int(below), after)
+    index_block(pool, ids[1], key, int(below), after)
     assert index.match_partial(key, int32([5, 6, 7])) == (ids[1], 3)
     pool.unindex(ids[0])
     (value,) = hasher.extend(np.array([7], np.uint64), changed[None])
     if together:
         blocks, kept = np.array([ids[0], ids[2]]), np.array([below + 1], np.uint64)
-        again = pool.index_run(blocks, -8, np.concatenate([[value], kept]), np.stack([changed, first]))
+        again = index_run(pool, blocks, -8, np.concatenate([[value], kept]), np.stack([changed, first]))
         assert index.match_partial(key, int32([1, 2, 3])) == (ids[2], 3) and again == index.key(ids[2])
     else:
-        assert pool.index_block(ids[0], -8, int(value), changed) == key, "the key is the same"
+        assert index_block(pool, ids[0], -8, int(value), changed) == key, "the key is the same"
     assert index.match_partial(key, int32([5, 6, 7])) == (-1, 0)
     assert not machine.cache.blocks.indexed[ids[1]]
 

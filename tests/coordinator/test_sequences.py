@@ -224,7 +224,7 @@ def test_slots_and_blocks_are_reused_and_nothing_grows() -> None:
             machine.cache.sequences.changed_lengths.clear()
             machine.cache.sequences.changed_cells.clear()
             pool = machine.cache.groups[0].pool
-            sizes.append((len(machine.cache.sequences), len(pool._quarantine), len(pool.index)))
+            sizes.append((len(machine.cache.sequences), len(pool.quarantine), len(pool.index)))
     assert sizes == [(0, 0, 0)] * 3
     assert driver.free() == 3
     assert driver.stats().pools[0].allocated_total == driver.stats().pools[0].freed_total == 900

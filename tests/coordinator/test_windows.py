@@ -58,8 +58,8 @@ def windowed(blocks: int = 64, window: int = WINDOW_TOKENS, **limits: Any) -> tu
 def lose_windows(pool: BlockPool, key: int) -> None:
     """Free the cached window blocks of an entry."""
     gone: list[int] = []
-    pool._drop_window(key, gone)
-    pool._free_evicted(gone)
+    pool.eviction.uncache(pool.parts.drop_window(key), gone)
+    pool.free_gone(gone)
 
 
 def served(driver: Driver, prompt: list[int], max_tokens: int = 2, **fields: Any) -> int:
@@ -129,12 +129,12 @@ def test_a_hit_needs_window_blocks_for_its_end_only() -> None:
     driver, _ = windowed()
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
-    keys = list(group.pool.windows)
+    keys = list(group.pool.parts.windows)
     assert len(keys) == 10
     for key in keys[:6]:
         lose_windows(group.pool, key)
     assert served(driver, [*PROMPT[:40], 3, 4]) == 40
-    lose_windows(group.pool, list(group.pool.windows)[-1])
+    lose_windows(group.pool, list(group.pool.parts.windows)[-1])
     driver.machine.check_invariants()
     assert served(driver, [*PROMPT[:40], 5, 6]) == 36, "the longest prefix with what is in sight at its end"
 
@@ -143,7 +143,7 @@ def test_window_blocks_that_were_computed_again_complete_an_entry() -> None:
     driver, _ = windowed()
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
-    for key in list(group.pool.windows):
+    for key in list(group.pool.parts.windows):
         lose_windows(group.pool, key)
     assert served(driver, PROMPT) == 0
     assert served(driver, PROMPT) == 40
@@ -163,7 +163,7 @@ def test_window_blocks_of_an_entry_are_copied_before_they_are_written() -> None:
     driver, worker = windowed(window=10)  # a rewind by 3 tokens stays in sight
     served(driver, PROMPT)
     (group,) = driver.machine.cache.groups.values()
-    for key in list(group.pool.windows):
+    for key in list(group.pool.parts.windows):
         lose_windows(group.pool, key)
     sequence = driver.create(PROMPT)  # its blocks are not indexed, but its window blocks complete the entries
     driver.submit(sequence_id=sequence, max_tokens=1)

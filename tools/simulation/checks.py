@@ -97,7 +97,7 @@ class Checker:
             pool = group.pool
             own = states[pool.base : pool.base + pool.count]
             assert own.count(FREE) == pool.free, "free"
-            listed = pool._stack[: pool.free].tolist()
+            listed = pool.free_ids.tolist()
             assert len(set(listed)) == pool.free, "a free list holds a block twice"
             assert {states[block] for block in listed} <= {FREE}, "a free list holds a block that is not free"
             assert own.count(CACHED) == pool.cached, "cached"

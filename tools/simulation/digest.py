@@ -135,9 +135,10 @@ class _Serialised:
 
 
 def _of_pool(pool: BlockPool, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a pool with dicts in place of arrays of the same content.
+    """Return the attributes of a pool with dicts in place of arrays of the same content, and those of its parts.
 
-    So the digest is what it was when pools had dicts, and stored digests show that the state is the same.
+    So the digest is what it was when a pool was one object with dicts, and stored digests show that the state is the
+    same.
     """
     found: dict[str, Any] = {}
     for name, item in attributes.items():
@@ -147,8 +148,14 @@ def _of_pool(pool: BlockPool, attributes: dict[str, Any]) -> dict[str, Any]:
                 tenant: dict(zip(ids.tolist(), stamps.tolist(), strict=True)) for tenant, (ids, stamps) in each.items()
             }
             found["_stamp"] = pool.recent.stamp
-        elif name == "_window_keys":
-            found["_window_of"] = {block: item.item(block) for blocks in pool.windows.values() for block in blocks}
+        elif name == "parts":
+            keys = pool.parts.window_keys
+            found |= {"checkpoints": item.checkpoints, "_checkpoint_of": item.checkpoint_of, "windows": item.windows}
+            found["_window_of"] = {block: keys.item(block) for blocks in item.windows.values() for block in blocks}
+        elif name == "eviction":
+            found["host"] = item.host
+        elif name in ("quarantine", "tenants"):
+            found[f"_{name}"] = item
         elif name != "touched":  # the largest of `Blocks.touch`
             found[name] = item
     return found

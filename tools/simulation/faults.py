@@ -20,6 +20,7 @@ from kvforge.coordinator.core.cache.block_pool import BlockPool
 from kvforge.coordinator.core.cache.block_tables import BlockTables
 from kvforge.coordinator.core.cache.changes import IndexChanges
 from kvforge.coordinator.core.cache.continuing import Continuing
+from kvforge.coordinator.core.cache.entry_eviction import EntryEviction
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.hashing import BlockHasher
 from kvforge.coordinator.core.cache.holders import largest_holders
@@ -310,11 +311,10 @@ def refusal_after_the_change() -> list[Patch]:
 def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
-    def evict(self: BlockPool, tenant: int, count: int, gone: list[int]) -> None:
-        gone += self.recent.pop(tenant, count)
-        self.cached -= count
+    def evict(self: EntryEviction, tenant: int, count: int, gone: list[int]) -> None:
+        gone += self._recent.pop(tenant, count)
 
-    return [(BlockPool, "_evict", evict)]
+    return [(EntryEviction, "evict", evict)]
 
 
 @fault

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvforge.coordinator.core.cache import states
-from kvforge.coordinator.core.cache.block_pool import NO_KEY, BlockPool
 from kvforge.coordinator.core.cache.checkpoints import Checkpoints
 from kvforge.coordinator.core.cache.continuing import Continuing
+from kvforge.coordinator.core.cache.entry_eviction import EntryEviction
+from kvforge.coordinator.core.cache.entry_parts import NO_KEY
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.placement import NO_DONOR, Placement
 from kvforge.coordinator.core.cache.planner import Planner
@@ -51,7 +52,7 @@ def checkpoint_never_acknowledged() -> list[Patch]:
     def computed(self: Checkpoints, group: Group) -> None:
         real(self, group)
         for forming in group.forming:
-            known = forming.key in group.pool.checkpoints or not group.index.alive(forming.key)
+            known = forming.key in group.pool.parts.checkpoints or not group.index.alive(forming.key)
             if forming.key != NO_KEY and not known:
                 group.pool.add_checkpoint(forming.key, forming.blocks)
 
@@ -92,28 +93,29 @@ def fork_shares_its_parents_state() -> list[Patch]:
 def checkpoint_outlives_its_block() -> list[Patch]:
     """The entry of a KV block is removed, and the checkpoint that hangs on it stays."""
 
-    def remove_entry(self: BlockPool, block: int) -> None:
-        self.index.remove(block)
+    def remove_entry(self: EntryEviction, block: int) -> None:
+        self._index.remove(block)
 
-    return [(BlockPool, "_remove_entry", remove_entry)]
+    return [(EntryEviction, "remove_entry", remove_entry)]
 
 
 @fault
 def part_of_a_checkpoint_evicted() -> list[Patch]:
     """A checkpoint is evicted block by block."""
-    real = BlockPool._evict_with_parts
+    real = EntryEviction.evict_with_parts
 
-    def evict(self: BlockPool, block: int, gone: list[int]) -> None:
-        key = self._checkpoint_of.get(block)
-        if key is None or len(self.checkpoints[key]) == 1:
+    def evict(self: EntryEviction, block: int, gone: list[int]) -> None:
+        parts = self._parts
+        key = parts.checkpoint_of.get(block)
+        if key is None or len(parts.checkpoints[key]) == 1:
             real(self, block, gone)
             return
-        self.checkpoints[key] = tuple(other for other in self.checkpoints[key] if other != block)
-        del self._checkpoint_of[block]
-        self.blocks.indexed[block] = False
-        self._uncache((block,), gone)
+        parts.checkpoints[key] = tuple(other for other in parts.checkpoints[key] if other != block)
+        del parts.checkpoint_of[block]
+        self._blocks.indexed[block] = False
+        self.uncache((block,), gone)
 
-    return [(BlockPool, "_evict_with_parts", evict)]
+    return [(EntryEviction, "evict_with_parts", evict)]
 
 
 @fault

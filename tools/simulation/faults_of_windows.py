@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.coordinator.core.cache.block_pool import NO_KEY, BlockPool
+from kvforge.coordinator.core.cache.entry_eviction import EntryEviction
+from kvforge.coordinator.core.cache.entry_parts import NO_KEY
 from kvforge.coordinator.core.cache.groups import Group
 from kvforge.coordinator.core.cache.residency import Residency
 from kvforge.coordinator.core.cache.windows import Windows
@@ -75,7 +76,7 @@ def hit_without_windows() -> list[Patch]:
         return np.ones(matched.size + 1, np.bool_)
 
     def in_sight(self: Windows, group: Group, shared: Any, tokens: int) -> Any:
-        found, nothing = group.pool.windows, tuple(range(group.pool.base, group.pool.base + group.window_pages))
+        found, nothing = group.pool.parts.windows, tuple(range(group.pool.base, group.pool.base + group.window_pages))
         keys = group.index.keys(shared[self.first(group, tokens) :]).tolist()
         return np.array([block for key in keys for block in found.get(key, nothing)], np.int64)
 
@@ -180,32 +181,33 @@ def windows_not_copied() -> list[Patch]:
 @fault
 def windows_outlive_their_block() -> list[Patch]:
     """The entry of a block is removed, and the window blocks that hang on it stay."""
-    real = BlockPool._remove_entry
+    real = EntryEviction.remove_entry
 
-    def remove_entry(self: BlockPool, block: int, gone: list[int]) -> None:
-        kept, self.windows = self.windows, {}
+    def remove_entry(self: EntryEviction, block: int, gone: list[int]) -> None:
+        kept, self._parts.windows = self._parts.windows, {}
         real(self, block, gone)
-        self.windows = kept
+        self._parts.windows = kept
 
-    return [(BlockPool, "_remove_entry", remove_entry)]
+    return [(EntryEviction, "remove_entry", remove_entry)]
 
 
 @fault
 def part_of_a_window_evicted() -> list[Patch]:
     """Window blocks of one block are evicted one by one."""
-    real = BlockPool._evict_with_parts
+    real = EntryEviction.evict_with_parts
 
-    def evict(self: BlockPool, block: int, gone: list[int]) -> None:
-        key = self._window_keys.item(block)
-        if key == NO_KEY or len(self.windows[key]) == 1:
+    def evict(self: EntryEviction, block: int, gone: list[int]) -> None:
+        parts = self._parts
+        key = parts.window_keys.item(block)
+        if key == NO_KEY or len(parts.windows[key]) == 1:
             real(self, block, gone)
             return
-        self.windows[key] = tuple(other for other in self.windows[key] if other != block)
-        self._window_keys[block] = NO_KEY
-        self.blocks.indexed[block] = False
-        self._uncache((block,), gone)
+        parts.windows[key] = tuple(other for other in parts.windows[key] if other != block)
+        parts.window_keys[block] = NO_KEY
+        self._blocks.indexed[block] = False
+        self.uncache((block,), gone)
 
-    return [(BlockPool, "_evict_with_parts", evict)]
+    return [(EntryEviction, "evict_with_parts", evict)]
 
 
 @fault

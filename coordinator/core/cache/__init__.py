@@ -12,8 +12,8 @@ A group (`groups`) is one worker and its block pool: the blocks, the resident se
 block copies that the next step must carry. A global block id determines the pool and the offset in it.
 
 Layers, top to bottom; a file calls only files below it: kv_cache_manager (composes the parts); block_tables (growth of
-sequences); residency (placement of sequences); eviction, indexing, pins; groups; block_pool; prefix_cache; blocks,
-sequences, tenants.
+sequences); residency (placement of sequences); eviction, indexing, pins; groups; pool_indexing, pool_invariants;
+block_pool; entry_eviction; entry_parts, cached_blocks; prefix_cache; blocks, sequences, tenants.
 
 Only the parts of `KVCacheManager` change blocks and block tables. Any module may read its `sequences`, `blocks` and
 pools. The scheduler also writes its plan (scheduled, pending, running) into `sequences`.

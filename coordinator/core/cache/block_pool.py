@@ -1,4 +1,8 @@
-"""The block pool of a worker: it allocates, caches, quarantines and frees blocks."""
+"""The block pool of a worker: it allocates, caches, quarantines and frees blocks.
+
+Its parts: `cached_blocks` has the order in which cached blocks are evicted, `entry_parts` what hangs on index entries,
+`entry_eviction` removes entries with these. `pool_indexing` adds entries, and `pool_invariants` checks a pool.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,19 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
-
 from ..clock import Clock
 from ..waits import Waits, blocks_of
-from .blocks import CACHED, CHECKPOINT, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, WINDOW, BlockIds, Blocks
+from .blocks import CACHED, FREE, KV, NO_BLOCKS, QUARANTINED, REFERENCED, BlockIds, Blocks
 from .cached_blocks import CachedBlocks
-from .hashing import Hashes
-from .host_copies import HostCopies
-from .host_parts import CHECKPOINT as CHECKPOINT_PART
+from .entry_eviction import EntryEviction
+from .entry_parts import EntryParts
 from .host_writeback import HostWriteback
-from .prefix_cache import PrefixCache, Tokens
-from .supply import NO_SPARE, Spare, Supply
+from .prefix_cache import PrefixCache
+from .supply import Spare, Supply
 from .tenants import Tenants
 from .zeroing import Zeroing
 
 _ONE = np.array(1, np.int32)  # see `sequences.ONE`
-NO_KEY = -1
 
 
 class BlockPool:
@@ -34,11 +34,11 @@ class BlockPool:
         index: The prefix index of the pool.
         zeroing: Blocks to zero before reuse; None if blocks are not zeroed when the tenant changes.
         mixed: Blocks are of several kinds: the model keeps a recurrent state, or has layers with a window.
-        checkpoints: Blocks of the checkpoints of recurrent states, by the key of the KV block before their position.
-        windows: Window blocks for the tokens of KV blocks, by the key of these. See `windows`.
         touched: The last step that may touch a block.
         recent: The cached blocks in the order of their last use.
-        host: Takes blocks that are evicted to the host; None without a host tier.
+        quarantine: Blocks without holders that a step may still touch, [n] ids each. Some may be held again.
+        parts: The window blocks and checkpoints that hang on index entries.
+        eviction: Removes entries from the index.
         writeback: Takes note of blocks that were filled, to copy them to the host; None without a host tier.
     """
 
@@ -58,13 +58,13 @@ class BlockPool:
         self._clock, self.blocks, self.index, self._waits = clock, blocks, index, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
-        self._tenants, self.zeroing, self.mixed = tenants, zeroing, mixed
+        self.tenants, self.zeroing, self.mixed = tenants, zeroing, mixed
         self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
         self.free = count
         self.quarantined = 0
         self.cached = 0
         self.recent = CachedBlocks(base + count)
-        self._quarantine: deque[BlockIds] = deque()
+        self.quarantine: deque[BlockIds] = deque()
         self.usage = np.zeros(tenants.floor.size, np.int64)
         self._usage_since_us = np.zeros(tenants.floor.size, np.int64)
         self._usage_block_us = np.zeros(tenants.floor.size, np.int64)
@@ -73,11 +73,8 @@ class BlockPool:
         self.allocated_total = 0
         self.freed_total = 0
         self._awaited: deque[int] = deque()
-        self.checkpoints: dict[int, tuple[int, ...]] = {}
-        self._checkpoint_of: dict[int, int] = {}
-        self.windows: dict[int, tuple[int, ...]] = {}
-        self._window_keys = np.full(base + count if mixed else 0, NO_KEY)  # the entry that a window block hangs on
-        self.host: HostCopies | None = None
+        self.parts = EntryParts(blocks, index, base + count if mixed else 0)
+        self.eviction = EntryEviction(blocks, index, self.recent, self.parts)
         self.writeback: HostWriteback | None = None
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -91,6 +88,11 @@ class BlockPool:
         """Blocks with at least one holder."""
         return self.count - self.free - self.cached - self.quarantined
 
+    @property
+    def free_ids(self) -> BlockIds:
+        """The free blocks, the next one to allocate last: [free] int64."""
+        return self._stack[: self.free]
+
     # ------------------------------------------------------------------------------------------------- allocation
 
     def available(self, tenant: int, keep: BlockIds | None = None) -> int:
@@ -100,14 +102,14 @@ class BlockPool:
             tenant: The tenant that pays for the blocks.
             keep: Blocks that must not be evicted.
         """
-        if self._tenants.has_quotas:
+        if self.tenants.has_quotas:
             return self._supply(keep, self.usage).available(tenant)
         kept = int(np.count_nonzero(self.blocks.state[keep] == CACHED)) if keep is not None and keep.size else 0
         return self.free + self.cached - kept
 
     def has(self, tenant: int, count: int, keep: BlockIds, spare: Spare) -> bool:
         """Return whether `tenant` could get `count` blocks now and leave `spare`; `keep` must not be evicted."""
-        if self._tenants.has_quotas:
+        if self.tenants.has_quotas:
             return self._supply(keep, self.usage).has(tenant, count, spare)
         return self.available(tenant, keep) >= count + spare.pool
 
@@ -121,7 +123,7 @@ class BlockPool:
         if keep is not None and keep.size:
             for block in keep[self.blocks.state[keep] == CACHED].tolist():
                 cached[int(self.blocks.owner[block])] -= 1
-        return Supply(self._tenants, self.free, cached, usage)
+        return Supply(self.tenants, self.free, cached, usage)
 
     def allocate(self, tenant: int, count: int) -> BlockIds:
         """Allocate `count` blocks with one holder each, all or nothing.
@@ -136,11 +138,11 @@ class BlockPool:
             CapacityExceeded: The pool does not have enough blocks.
         """
         if count > self.available(tenant):
-            raise self.shortage(tenant, count, self.supply())
+            raise self.supply().shortage(tenant, count)
         kept = 0
-        if self._tenants.has_quotas:
+        if self.tenants.has_quotas:
             self.make_room_within_ceiling(tenant, count)
-            kept = self._tenants.kept_for_others(tenant, self.usage)
+            kept = self.tenants.kept_for_others(tenant, self.usage)
         if self.free < count + kept:
             self._make_room(tenant, count, kept)
         self.free -= count
@@ -163,119 +165,43 @@ class BlockPool:
     def _make_room(self, tenant: int, count: int, kept: int) -> None:
         """Evict cached blocks until `count` are free for a tenant beside the `kept` ones of others' floors."""
         gone: list[int] = []
-        if not self._tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
+        if not self.tenants.has_quotas:  # what a tenant is charged decides nothing, so all become free together
             missing, owners = count - self.free, [owner for owner, cached in self.recent.counts.items() if cached]
             if len(owners) == 1:
-                self._evict(owners[0], missing, gone)
+                self.eviction.evict(owners[0], missing, gone)
             while len(gone) < missing:
-                self._evict(self._lru_tenant(tenant), 1, gone)
-            self._free_evicted(gone)
+                self.eviction.evict(self._lru_tenant(tenant), 1, gone)
+            self.free_gone(gone)
             return
         while self.free < count + kept:
-            self._evict(self._lru_tenant(tenant), 1, gone)
-            self._free_evicted(gone)
+            self.eviction.evict(self._lru_tenant(tenant), 1, gone)
+            self.free_gone(gone)
             if self.mixed:  # a checkpoint goes as a whole, which may reach into its tenant's floor
-                kept = self._tenants.kept_for_others(tenant, self.usage)
+                kept = self.tenants.kept_for_others(tenant, self.usage)
 
     def make_room_within_ceiling(self, tenant: int, count: int) -> None:
         """Evict cached blocks of a tenant until `count` more blocks fit under its ceiling. It has enough to evict."""
-        if self._tenants.has_quotas:
+        if self.tenants.has_quotas:
             gone: list[int] = []
-            while self.usage[tenant] + count > self._tenants.ceiling[tenant]:
-                self._evict(tenant, 1, gone)
-                self._free_evicted(gone)
-
-    def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
-        """Build the error that explains why `tenant` cannot have `count` blocks out of `supply`."""
-        ceiling, room = int(self._tenants.ceiling[tenant]), supply.room(tenant)
-        if count + spare.own > room:
-            return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count + spare.own, ceiling)
-        hint = "remove sequences or wait for requests to end"
-        return CapacityExceeded("blocks", count + spare.pool, max(0, supply.stock(tenant)), hint)
+            while self.usage[tenant] + count > self.tenants.ceiling[tenant]:
+                self.eviction.evict(tenant, 1, gone)
+                self.free_gone(gone)
 
     def _lru_tenant(self, asking: int) -> int:
         """Return the tenant that owns the oldest cached block that `asking` may evict."""
         best, best_stamp = 0, -1
         for tenant, cached in self.recent.counts.items():
-            if not cached or (tenant != asking and self.usage[tenant] <= self._tenants.floor[tenant]):
+            if not cached or (tenant != asking and self.usage[tenant] <= self.tenants.floor[tenant]):
                 continue
             stamp, _ = self.recent.oldest(tenant)
             if best == 0 or stamp < best_stamp:
                 best, best_stamp = tenant, stamp
         return best
 
-    def _evict(self, tenant: int, count: int, gone: list[int]) -> None:
-        """Evict a tenant's least recently used blocks, and what goes with them.
-
-        Args:
-            tenant: The tenant.
-            count: How many blocks to evict, at least. It has as many.
-            gone: Takes the blocks that are to become free; see `_free_evicted`.
-        """
-        if self.checkpoints or self.windows:
-            least = len(gone) + count
-            while len(gone) < least:
-                _, block = self.recent.oldest(tenant)
-                if self.host is not None:
-                    self._save_with_parts(self.host, block)
-                self._evict_with_parts(block, gone)
-            return
-        blocks = self.recent.pop(tenant, count)
-        self.cached -= count
-        for block in blocks:
-            if self.host is not None:
-                self.host.save(block)
-            self.index.remove(block)
-        gone += blocks
-
-    def _save_with_parts(self, host: HostCopies, block: int) -> None:
-        """Let the host tier have all that `_evict_with_parts` evicts."""
-        if (held := self._checkpoint_of.get(block)) is not None:
-            host.save_parts(held, self.checkpoints[held], CHECKPOINT_PART)
-            return
-        if (key := self._window_keys.item(block)) != NO_KEY:
-            host.save_parts(key, self.windows[key], 0)
-            return
-        host.save(block)
-        key = self.index.key(block)
-        for parts, number in ((self.windows, 0), (self.checkpoints, CHECKPOINT_PART)):
-            ids = parts.get(key)
-            if ids is not None and self.blocks.state[ids[0]] == CACHED:
-                host.save_parts(key, ids, number)
-
-    def part_of(self, block: int) -> tuple[int, int] | None:
-        """Return the entry that a window block or a block of a checkpoint hangs on, and the number of the part."""
-        if self.windows and (key := self._window_keys.item(block)) != NO_KEY:
-            return key, self.windows[key].index(block)
-        if (held := self._checkpoint_of.get(block)) is not None:
-            return held, CHECKPOINT_PART + self.checkpoints[held].index(block)
-        return None
-
-    def _evict_with_parts(self, block: int, gone: list[int]) -> None:
-        """Evict a cached block with what hangs on it, or the checkpoint or window blocks that it is a part of."""
-        if (held := self._checkpoint_of.get(block)) is not None:
-            self._drop_checkpoint(held, gone)
-        elif self.windows and (key := self._window_keys.item(block)) != NO_KEY:
-            self._drop_window(key, gone)
-        else:
-            self._remove_entry(block, gone)
-            self._uncache((block,), gone)
-
-    def _uncache(self, blocks: tuple[int, ...], gone: list[int]) -> None:
-        """Add blocks that leave the index, all cached or all held, to those that are to become free if they are cached.
-
-        Those that are held lose their mark of an indexed block at once, the others in `_free_evicted`.
-        """
-        if self.blocks.state.item(blocks[0]) != CACHED:
-            self.blocks.indexed[list(blocks)] = False
-            return
-        self.recent.discard_few(blocks, self.blocks.owner)
-        gone += reversed(blocks)
-        self.cached -= len(blocks)
-
-    def _free_evicted(self, gone: list[int]) -> None:
-        """Free blocks that left the index and the lists of cached ones, and clear `gone`. The last is reused first."""
+    def free_gone(self, gone: list[int]) -> None:
+        """Free what `EntryEviction` has removed from the cached blocks, and clear `gone`. The last is reused first."""
         if gone:
+            self.cached -= len(gone)
             ids = np.array(gone[::-1], np.int64)
             gone.clear()
             self.blocks.indexed[ids] = False
@@ -300,8 +226,8 @@ class BlockPool:
         """Clear a tenant, because its index will be reused: evict its cached blocks and reset its usage."""
         gone: list[int] = []
         while self.recent.count(tenant):
-            self._evict(tenant, 1, gone)
-        self._free_evicted(gone)
+            self.eviction.evict(tenant, 1, gone)
+        self.free_gone(gone)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
         self._usage_block_us[tenant] = 0
         if self.zeroing is not None:
@@ -315,15 +241,15 @@ class BlockPool:
         """
         gone: list[int] = []
         while self.recent.count(tenant):
-            self._evict_with_parts(self.recent.oldest(tenant)[1], gone)
+            self.eviction.evict_with_parts(self.recent.oldest(tenant)[1], gone)
         count = len(gone)
-        self._free_evicted(gone)
+        self.free_gone(gone)
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
         waiting = ids[(blocks.state[ids] == QUARANTINED) & (blocks.owner[ids] == tenant) & blocks.indexed[ids]]
         for block in waiting.tolist():
             if blocks.indexed[block]:  # otherwise it went with the entry that it hung on
-                self._evict_with_parts(block, gone)
-        self._free_evicted(gone)
+                self.eviction.evict_with_parts(block, gone)
+        self.free_gone(gone)
         self._waits.wake(self._gain)
         return count + int(waiting.size)
 
@@ -424,7 +350,7 @@ class BlockPool:
         held_back = dead[waiting]
         blocks.state[held_back] = QUARANTINED
         self.quarantined += held_back.size
-        self._quarantine.append(held_back)
+        self.quarantine.append(held_back)
         self._cache_or_free(dead[~waiting])
 
     def step_done(self, step: int) -> None:
@@ -434,8 +360,8 @@ class BlockPool:
             while self._awaited and self._awaited[0] <= self.done_step:
                 self._awaited.popleft()
             self._waits.wake(self._gain)
-        for _ in range(len(self._quarantine)):
-            ids = self._quarantine.popleft()
+        for _ in range(len(self.quarantine)):
+            ids = self.quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
             over = self.blocks.touch[ids] <= self.done_step
             if count := int(np.count_nonzero(over)):
@@ -444,7 +370,7 @@ class BlockPool:
                 self.blocks.changed.append(released)  # a cached one differs from before in its state alone
                 self._cache_or_free(released)
             if count < ids.size:
-                self._quarantine.append(ids[~over])
+                self.quarantine.append(ids[~over])
 
     def await_step(self, step: int) -> None:
         """Wake waiting requests when `step` has ended: an idle sequence can then be evicted, or a row reused."""
@@ -461,28 +387,16 @@ class BlockPool:
             return
         indexed = self.blocks.indexed[ids]
         if count := int(np.count_nonzero(indexed)):
-            kept = ids[indexed] if count < ids.size else ids
+            kept = (ids[indexed] if count < ids.size else ids)[::-1]
             self.blocks.state[kept] = CACHED
             self.cached += count
-            self._make_recent(kept[::-1])
+            if self.parts.checkpoints:  # each goes before the block that it hangs on
+                self.eviction.make_recent(kept)
+            else:
+                self.recent.add(kept, self.blocks.owner[kept])
             ids = ids[~indexed] if count < ids.size else NO_BLOCKS
         self._to_free(ids)
         self._waits.wake(self._gain)
-
-    def _make_recent(self, ids: BlockIds) -> None:
-        """Make blocks that are cached from now on, [n > 0], the most recently used ones, in this order."""
-        blocks, start = self.blocks, 0
-        if self.checkpoints and np.count_nonzero(blocks.kind[ids]) < ids.size:  # they hang on KV blocks
-            keys = self.index.keys(ids).tolist()
-            if not self.checkpoints.keys().isdisjoint(keys):
-                for place, key in enumerate(keys):
-                    if key in self.checkpoints:
-                        if place > start:
-                            self.recent.add(ids[start:place], blocks.owner[ids[start:place]])
-                        self._refresh_checkpoint(key)
-                        start = place
-                ids = ids[start:]
-        self.recent.add(ids, blocks.owner[ids])
 
     def _to_free(self, ids: BlockIds) -> None:
         if not ids.size:
@@ -504,213 +418,17 @@ class BlockPool:
         self.freed_total += ids.size
         blocks.changed.append(ids)
 
-    # ----------------------------------------------------------------------------------------------------- index
+    # ------------------------------------------------------------------------------------------------------ entries
 
-    def index_block(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
-        """Index a full, acknowledged, held block under its chained hash `value`.
-
-        An existing entry for the same content stays, and its key is returned. An entry that collides, or that lost its
-        parent, is replaced.
-
-        Returns:
-            The key of the entry.
-        """
-        index = self.index
-        old = index.find(value)
-        if old is not None:
-            if index.is_of(old, parent, tokens):
-                return index.key(old)
-            self.unindex(old)
-        if self.blocks.indexed[block]:
-            gone: list[int] = []
-            self._remove_entry(block, gone)
-            self._free_evicted(gone)
-        for child in index.strangers(block, value):
-            self.unindex(child)
-        return index.add(block, parent, value, tokens)
-
-    def index_each(
-        self,
-        ids: npt.NDArray[np.integer],
-        parents: npt.NDArray[np.int64],
-        values: Hashes,
-        contents: npt.NDArray[np.int32],
-    ) -> npt.NDArray[np.int64]:
-        """Apply `index_block` to one block of each of n sequences.
-
-        Args:
-            ids: Block ids, [n].
-            parents: Parent keys, [n].
-            values: Chained hashes, [n].
-            contents: Tokens, [n, block_size] int32.
-
-        Returns:
-            Keys of the entries, [n] int64.
-        """
-        self._note_filled(ids, values)
-        if self.index.add_new(ids, parents, values, contents):
-            return self.index.keys(ids)
-        each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
-        return np.array([self.index_block(*entry) for entry in each])
-
-    def index_run(
-        self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
-    ) -> int:
-        """Apply `index_block` to [n] consecutive blocks of one sequence. Return the key of the last entry."""
-        self._note_filled(ids, values)
-        keys = self.index.keys(ids)
-        if self.index.add_new(ids, np.concatenate([[parent], keys[:-1]]), values, contents):
-            return int(keys[-1])
-        for block, value, tokens in zip(ids.tolist(), values.tolist(), contents, strict=True):
-            parent = self.index_block(block, parent, value, tokens)
-        return parent
-
-    def _note_filled(self, ids: npt.NDArray[np.integer], values: Hashes) -> None:
-        """Let the host tier know about blocks that are going to be indexed: [n] ids and chained hashes."""
-        if self.host is not None and self.writeback is not None:
-            self.host.note_computed(ids, values)
-            self.writeback.note(ids)
+    def add_checkpoint(self, key: int, blocks: tuple[int, ...]) -> None:
+        """Make held blocks the checkpoint that hangs on an index entry without one."""
+        self.parts.add_checkpoint(key, blocks)
+        if self.writeback is not None:
+            self.writeback.note_key(key)
 
     def unindex(self, block: int) -> None:
         """Remove a block from the prefix index. A block without holders becomes free."""
         gone: list[int] = []
-        self._remove_entry(block, gone)
-        self._uncache((block,), gone)
-        self._free_evicted(gone)
-
-    def _remove_entry(self, block: int, gone: list[int]) -> None:
-        """Remove a block from the prefix index, with the checkpoint and the window blocks that hang on its entry."""
-        self.index.remove(block)
-        if self.checkpoints and (key := self.index.key(block)) in self.checkpoints:
-            self._drop_checkpoint(key, gone)
-        if self.windows and (key := self.index.key(block)) in self.windows:
-            self._drop_window(key, gone)
-
-    # ------------------------------------------------------------------------------------------------- checkpoints
-
-    def add_checkpoint(self, key: int, blocks: tuple[int, ...]) -> None:
-        """Make held blocks the checkpoint that hangs on an index entry without one."""
-        assert key not in self.checkpoints and self.index.alive(key)
-        self.checkpoints[key] = blocks
-        if self.writeback is not None:
-            self.writeback.note_key(key)
-        self._checkpoint_of.update(dict.fromkeys(blocks, key))
-        self.blocks.indexed[np.array(blocks, np.int64)] = True
-
-    def _drop_checkpoint(self, key: int, gone: list[int]) -> None:
-        """Remove a checkpoint. Its blocks become free when they have no holders."""
-        blocks = self.checkpoints.pop(key)
-        for block in blocks:
-            del self._checkpoint_of[block]
-        self._uncache(blocks, gone)
-
-    def _refresh_checkpoint(self, key: int) -> None:
-        """Make a checkpoint the most recently used item if it is cached: just before the KV block that it hangs on."""
-        blocks = self.blocks
-        ids = np.array([block for block in self.checkpoints[key] if blocks.state[block] == CACHED], np.int64)
-        if ids.size:
-            owners = blocks.owner[ids]
-            self.recent.discard(ids, owners)
-            self.recent.add(ids, owners)
-
-    # ----------------------------------------------------------------------------------------------- window blocks
-
-    def add_windows(self, keys: list[int], ids: npt.NDArray[np.integer]) -> None:
-        """Hang held window blocks on live index entries, unless either has others already.
-
-        Args:
-            keys: Keys of the entries, [n].
-            ids: The window blocks of each, [n, window_pages].
-        """
-        windows, key_of = self.windows, self._window_keys
-        if windows.keys().isdisjoint(keys) and np.count_nonzero(key_of[ids[:, 0]] == NO_KEY) == len(keys):
-            parts, column = dict(zip(keys, map(tuple, ids.tolist()), strict=True)), np.array(keys)[:, None]
-            key_of[ids] = column
-            if len(parts) == len(keys) and np.count_nonzero(key_of[ids] == column) == ids.size:
-                windows.update(parts)  # nearly always: no two rows have the same block
-                self.blocks.indexed[ids] = True
-                return
-            key_of[ids] = NO_KEY
-        added: list[int] = []
-        for place, (key, blocks) in enumerate(zip(keys, ids.tolist(), strict=True)):
-            if key not in windows and key_of[blocks[0]] == NO_KEY:
-                windows[key] = tuple(blocks)
-                key_of[blocks] = key
-                added.append(place)
-        self.blocks.indexed[ids[added]] = True
-
-    def _drop_window(self, key: int, gone: list[int]) -> None:
-        """Remove the window blocks of an entry from the index. They become free when they have no holders."""
-        blocks = self.windows.pop(key)
-        for block in blocks:
-            self._window_keys[block] = NO_KEY
-        self._uncache(blocks, gone)
-
-    # ------------------------------------------------------------------------------------------------- invariants
-
-    def check_invariants(self) -> None:
-        """Check that free + cached + referenced + quarantined = total, and that lists and states agree."""
-        self.index.check_invariants(self.base, self.count)
-        if self.mixed:
-            self._check_kinds()
-        blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
-        states, counts = blocks.state[ids], blocks.refcount[ids]
-        assert (counts >= 0).all(), "a reference count is below zero"
-        listed = self._stack[: self.free]
-        assert len(set(listed.tolist())) == self.free, "the free list has a duplicate"
-        assert (blocks.state[listed] == FREE).all() and self.free == np.count_nonzero(states == FREE), "free list"
-        assert not blocks.indexed[listed].any(), "a free block is indexed"
-        assert ((counts > 0) == (states == REFERENCED)).all(), "a count disagrees with its block's state"
-        assert self.cached == np.count_nonzero(states == CACHED) == sum(self.recent.counts.values()), "cached"
-        assert self.quarantined == np.count_nonzero(states == QUARANTINED), "quarantined"
-        for tenant, count in self.recent.counts.items():
-            cached, stamps = self.recent.items(tenant)
-            assert count == np.unique(cached).size == cached.size, "a count of cached blocks"
-            assert (np.diff(stamps) > 0).all(), "cached blocks are in another order than their last uses"
-            assert (blocks.state[cached] == CACHED).all() and (blocks.owner[cached] == tenant).all(), "LRU list"
-            assert blocks.indexed[cached].all(), "a cached block is not indexed"
-        waiting = {block for part in self._quarantine for block in part.tolist()}
-        held_back = ids[states == QUARANTINED]
-        assert waiting.issuperset(held_back.tolist()), "a quarantined block is in no queue"
-        assert (blocks.touch[held_back] > self.done_step).all(), "a block overstays its quarantine"
-        owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
-        assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
-        assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
-        assert not blocks.kind[listed].any() and (self.mixed or not blocks.kind[ids].any()), "kinds of blocks"
-        assert self.touched == blocks.touch[ids].max(initial=0), "the last step that may touch a block"
-        assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
-
-    def _check_kinds(self) -> None:
-        self._check_checkpoints()
-        self._check_windows()
-        region = np.arange(self.base, self.base + self.count)
-        indexed = region[self.blocks.indexed[region] & (self.blocks.kind[region] != KV)]
-        keyed = np.flatnonzero(self._window_keys != NO_KEY).tolist()
-        assert set(indexed.tolist()) == {*self._checkpoint_of, *keyed}, "indexed blocks of other kinds"
-
-    def _check_windows(self) -> None:
-        blocks = [block for each in self.windows.values() for block in each]
-        keyed = np.flatnonzero(self._window_keys != NO_KEY).tolist()
-        assert len(set(blocks)) == len(blocks) and set(blocks) == set(keyed), "window blocks of entries"
-        assert all(self._window_keys[block] == key for key, each in self.windows.items() for block in each)
-        assert all(map(self.index.alive, self.windows)), "window blocks outlive the entry that they hang on"
-        ids = np.array(blocks, np.int64)
-        assert (self.blocks.kind[ids] == WINDOW).all() and self.blocks.indexed[ids].all(), "window blocks of an entry"
-        for each in self.windows.values():
-            assert len(set(self.blocks.state[list(each)].tolist())) == 1, "a part of an entry's window blocks is held"
-
-    def _check_checkpoints(self) -> None:
-        blocks = [block for each in self.checkpoints.values() for block in each]
-        assert len(set(blocks)) == len(blocks) and self._checkpoint_of.keys() == set(blocks), "blocks of checkpoints"
-        assert all(self._checkpoint_of[block] == key for key, each in self.checkpoints.items() for block in each)
-        assert all(map(self.index.alive, self.checkpoints)), "a checkpoint outlives the entry that it hangs on"
-        ids = np.array(blocks, np.int64)
-        assert (self.blocks.kind[ids] == CHECKPOINT).all() and self.blocks.indexed[ids].all(), "a checkpoint's blocks"
-        for each in self.checkpoints.values():
-            assert len(set(self.blocks.state[list(each)].tolist())) == 1, "a part of a checkpoint is held"
-
-
-def short_of(error: CapacityExceeded) -> int:
-    """Return how many blocks were missing."""
-    available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
-    return int(error.needed) - int(available)
+        self.eviction.remove_entry(block, gone)
+        self.eviction.uncache((block,), gone)
+        self.free_gone(gone)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..limits import Limits
-from .block_pool import NO_KEY
 from .blocks import CHECKPOINT, NO_BLOCKS, BlockIds, Blocks
 from .checkpoint_positions import CheckpointPositions
+from .entry_parts import NO_KEY
 from .groups import FormingCheckpoint, Group
 from .hashing import BlockHasher
 from .indexing import Indexing
@@ -52,7 +52,7 @@ class Checkpoints:
     @staticmethod
     def last(group: Group, ids: BlockIds) -> int:
         """Return the most leading blocks of a sequence, [n] ids, that a checkpoint is behind; 0 for none."""
-        found = group.pool.checkpoints
+        found = group.pool.parts.checkpoints
         keys = group.index.keys(ids).tolist() if found else []
         return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in found), 0)
 
@@ -78,7 +78,7 @@ class Checkpoints:
         tokens, tenant = int(s.scheduled[slot]), int(s.tenant[slot])
         value = self._chained(slot, tokens)
         entry = pool.index.find(value)
-        if entry is not None and pool.index.key(entry) in pool.checkpoints:
+        if entry is not None and pool.index.key(entry) in pool.parts.checkpoints:
             return
         if any(forming.value == value for forming in group.forming):
             return
@@ -119,7 +119,7 @@ class Checkpoints:
         over = [forming for forming in group.forming if forming.step <= pool.done_step]
         group.forming = [forming for forming in group.forming if forming.step > pool.done_step]
         for forming in over:
-            if forming.key != NO_KEY and pool.index.alive(forming.key) and forming.key not in pool.checkpoints:
+            if forming.key != NO_KEY and pool.index.alive(forming.key) and forming.key not in pool.parts.checkpoints:
                 pool.add_checkpoint(forming.key, forming.blocks)
             pool.release(np.array(forming.blocks, np.int64), 0)
 

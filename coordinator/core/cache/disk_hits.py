@@ -111,8 +111,8 @@ class DiskSearch(PrefixSearch):
     def _parts_of(self, first: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield the parts that a hit needs and the pool lacks: the number of the block, and that of the part."""
         group = self._group
-        kinds = [(number, group.pool.windows, 0, group.window_pages) for number in range(first, count)]
-        kinds.append((count - 1, group.pool.checkpoints, CHECKPOINT, group.state_blocks))
+        kinds = [(number, group.pool.parts.windows, 0, group.window_pages) for number in range(first, count)]
+        kinds.append((count - 1, group.pool.parts.checkpoints, CHECKPOINT, group.state_blocks))
         for number, held, part, pages in kinds:
             if not self._in_pool(number, held):
                 yield from ((number, each) for each in range(part, part + pages))
@@ -140,10 +140,10 @@ class DiskSearch(PrefixSearch):
             lacks = number >= len(self._keys) and not tier.is_hit(node_id)
             if lacks and not (self._on_disk(number) and load.request(node_id, self._below[number], owner)):
                 break
-            pages = 0 if number < first or self._in_pool(number, group.pool.windows) else group.window_pages
+            pages = 0 if number < first or self._in_pool(number, group.pool.parts.windows) else group.window_pages
             if not self._order_parts(load, number, node_id, range(pages), owner):
                 break
-            if number == count - 1 and not self._in_pool(number, group.pool.checkpoints):
+            if number == count - 1 and not self._in_pool(number, group.pool.parts.checkpoints):
                 self._order_parts(load, number, node_id, range(CHECKPOINT, CHECKPOINT + group.state_blocks), owner)
         tier.prune(parent)
         return self._disk.end_load(load)

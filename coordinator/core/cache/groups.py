@@ -12,14 +12,16 @@ import numpy.typing as npt
 from kvforge.protocol.messages import NO_INT32, Int32Array, Step, WorkerReady
 from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 
-from .block_pool import NO_KEY, BlockPool
+from .block_pool import BlockPool
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
 from .disk_copies import DiskCopies
+from .entry_parts import NO_KEY
 from .host_copies import HostCopies
 from .leaving_rows import LeavingRows
 from .model_drafts import ModelDrafts
 from .pauses import Pauses
+from .pool_invariants import check_pool
 from .row_costs import RowCosts
 from .sequences import NextCells, Slots, Tokens, unmarked
 
@@ -342,7 +344,7 @@ class Group:
     def order_writeback(self) -> None:
         """Let the next step write filled blocks back to the host tier: see `HostWriteback.order`."""
         if self.pool.writeback is not None:
-            self.pool.writeback.order(self.pool)
+            self.pool.writeback.order(self.pool.parts)
 
     @property
     def disk(self) -> DiskCopies | None:
@@ -367,7 +369,7 @@ class Group:
 
     def check_invariants(self) -> None:
         """Check that the group's parts agree."""
-        self.pool.check_invariants()
+        check_pool(self.pool)
         state = self.pool.blocks.refcount
         for target in self.copies:
             assert state[target] > 0, "a copy is pending into a block without holders"

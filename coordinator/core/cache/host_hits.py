@@ -124,11 +124,11 @@ class PrefixSearch:
     def windows(self, number: int) -> Found | None:
         """Return the window blocks of a block in the pool, or else their nodes on the host; None if neither has all."""
         if number not in self._windows:
-            self._windows[number] = self._find(number, self._group.pool.windows, 0, self._group.window_pages)
+            self._windows[number] = self._find(number, self._group.pool.parts.windows, 0, self._group.window_pages)
         return self._windows[number]
 
     def _checkpoint(self, count: int) -> Found | None:
-        return self._find(count - 1, self._group.pool.checkpoints, CHECKPOINT, self._group.state_blocks)
+        return self._find(count - 1, self._group.pool.parts.checkpoints, CHECKPOINT, self._group.state_blocks)
 
     def _find(self, number: int, parts: dict[int, tuple[int, ...]], first: int, count: int) -> Found | None:
         ids = parts.get(self._keys[number]) if number < len(self._keys) else None

@@ -28,7 +28,7 @@ ROOM_MAX = 64  # neighbours for a prompt that is copied in several steps
 
 
 class Parts(Protocol):
-    """What hangs on index entries, by their keys; see `BlockPool`."""
+    """What hangs on index entries, by their keys; see `EntryParts`."""
 
     @property
     def windows(self) -> dict[int, tuple[int, ...]]:

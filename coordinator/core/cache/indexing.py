@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from .groups import Group
 from .hashing import BlockHasher, Hashes
+from .pool_indexing import index_each, index_run
 from .prefix_cache import root_key
 from .sequences import Sequences, Slots, unmarked
 from .windows import Windows
@@ -68,7 +69,7 @@ class Indexing:
         tokens = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
         contents = self.contents(tokens)
         values = self._hasher.extend(s.chain[slots], contents)
-        keys = group.pool.index_each(s.table[slots, first], s.parent[slots], values, contents)
+        keys = index_each(group.pool, s.table[slots, first], s.parent[slots], values, contents)
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
         if group.window_pages:
             self._windows.note_indexed(group, slots, first, keys.tolist())
@@ -89,7 +90,7 @@ class Indexing:
         tokens = self.contents(s.tokens[slot, first * s.block_size : full * s.block_size])
         values = self._hasher.chain(int(s.chain[slot]), tokens)
         contents = tokens.reshape(-1, s.block_size)
-        parent = pool.index_run(s.table[slot, first:full], int(s.parent[slot]), values, contents)
+        parent = index_run(pool, s.table[slot, first:full], int(s.parent[slot]), values, contents)
         s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
         if group.window_pages:
             held = max(first, int(s.window_first[slot]))

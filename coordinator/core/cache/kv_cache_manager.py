@@ -144,7 +144,7 @@ class KVCacheManager:
         if ready.host_blocks:
             tier = self.host_tiers.attach(ready.host_identity, ready.host_blocks, group.epoch, ready.host_new)
             sight = -(-group.window // self.blocks.block_size)
-            group.host = pool.host = HostCopies(tier, index, self.blocks, base, blocks, sight)
+            group.host = pool.eviction.host = HostCopies(tier, index, self.blocks, base, blocks, sight)
             group.host.compute_costs = group.costs
             pool.writeback = HostWriteback(group.host, self.limits.cache.host_writeback_blocks)
             if ready.disk_blocks:

@@ -170,7 +170,7 @@ class Pins:
         if tenant != owner:
             after.give_up(owner)
         if (tenant != owner and after.room(tenant) < 1) or after.stock(tenant) < min(0, before.stock(tenant)):
-            raise pool.shortage(tenant, 1, after)
+            raise after.shortage(tenant, 1)
 
     def _charge(self, group: Group, block: int, tenant: int) -> None:
         owner = int(self._blocks.owner[block])

@@ -94,7 +94,7 @@ class Planner:
         without.shared_end = shared_end
         if not count:
             return without
-        blocks = np.array(pool.checkpoints[group.index.key(int(matched[count - 1]))], np.int64)
+        blocks = np.array(pool.parts.checkpoints[group.index.key(int(matched[count - 1]))], np.int64)
         found = Placement(group, matched[:count], (-1, 0), needed - count, NO_DONOR, without)
         found.checkpoint, found.shared_end = blocks, shared_end
         return self._with_hits(found, tokens.size) if group.window_pages else found
@@ -137,10 +137,10 @@ class Planner:
             return found
         parent = group.index.key(int(hits[-1])) if count else root_key(salt)
         block, common = group.index.match_partial(parent, rest)
-        if common < partial_tokens_min or (key := group.index.key(block)) not in pool.windows:
+        if common < partial_tokens_min or (key := group.index.key(block)) not in pool.parts.windows:
             return found
         copied = Placement(group, hits, (block, common), needed + group.window_pages, NO_DONOR, found)
-        copied.partial_windows = np.array(pool.windows[key], np.int64)
+        copied.partial_windows = np.array(pool.parts.windows[key], np.int64)
         return self._with_hits(copied, tokens.size)
 
     def _with_hits(self, placement: Placement, tokens: int) -> Placement:

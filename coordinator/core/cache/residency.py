@@ -491,7 +491,7 @@ class Residency:
             return NO_BLOCKS
         victims, supply = self._eviction.victims(group, tenant, count, keep, asking, spare)
         if not supply.has(tenant, count, spare):
-            raise pool.shortage(tenant, count, supply, spare)
+            raise supply.shortage(tenant, count, spare)
         return victims
 
     def make_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> None:

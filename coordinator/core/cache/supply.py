@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
+
 from .tenants import Tenants
 
 
@@ -52,6 +54,14 @@ class Supply:
                 supply += min(count, max(0, int(usage[other] - floor[other])))
         return supply
 
+    def shortage(self, tenant: int, count: int, spare: Spare = NO_SPARE) -> CapacityExceeded:
+        """Build the error that explains why `tenant` cannot have `count` blocks and leave `spare`."""
+        ceiling, room = int(self._tenants.ceiling[tenant]), self.room(tenant)
+        if count + spare.own > room:
+            return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count + spare.own, ceiling)
+        hint = "remove sequences or wait for requests to end"
+        return CapacityExceeded("blocks", count + spare.pool, max(0, self.stock(tenant)), hint)
+
     def give_up(self, owner: int) -> None:
         """Stop charging `owner` for one held block, which another tenant pays for."""
         self._usage[owner] -= 1
@@ -71,3 +81,9 @@ class Supply:
         freed = owners[~indexed]
         self._free += freed.size
         self._usage -= np.bincount(freed, minlength=self._usage.size)
+
+
+def short_of(error: CapacityExceeded) -> int:
+    """Return how many blocks were missing."""
+    available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
+    return int(error.needed) - int(available)

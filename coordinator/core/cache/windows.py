@@ -147,7 +147,7 @@ class Windows:
         Returns:
             [n + 1] bool. The first is always true.
         """
-        windows, counts = group.pool.windows, np.arange(matched.size + 1)
+        windows, counts = group.pool.parts.windows, np.arange(matched.size + 1)
         has = np.array([key in windows for key in group.index.keys(matched).tolist()], np.bool_)
         without = np.concatenate(([0], np.where(has, 0, counts[1:])))  # 1 + the last block without, up to each
         first = np.maximum(counts * self._size - group.window, 0) // self._size
@@ -166,7 +166,7 @@ class Windows:
             Ids in order, [n] int64.
         """
         keys = group.index.keys(shared[self.first(group, tokens) :]).tolist()
-        return np.array([block for key in keys for block in group.pool.windows[key]], np.int64)
+        return np.array([block for key in keys for block in group.pool.parts.windows[key]], np.int64)
 
     def note_indexed(self, group: Group, slots: Slots, numbers: Slots, keys: list[int]) -> None:
         """Hang the window blocks of sequences on the entries of their blocks.
@@ -181,7 +181,7 @@ class Windows:
         if np.count_nonzero(held) < held.size:
             slots, numbers, keys = slots[held], numbers[held], [key for key, has in zip(keys, held, strict=True) if has]
         if slots.size:
-            group.pool.add_windows(keys, self.ids(group, slots, numbers).reshape(-1, group.window_pages))
+            group.pool.parts.add_windows(keys, self.ids(group, slots, numbers).reshape(-1, group.window_pages))
 
     # --------------------------------------------------------------------------------------------------------- changes
 

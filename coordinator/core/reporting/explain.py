@@ -7,7 +7,6 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain, Explanation, GetBlock, GetSequence, Message
 
-from ..cache.block_pool import short_of
 from ..cache.blocks import KV, NO_BLOCKS
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, largest_holders
@@ -18,6 +17,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.model_drafts import CERTAIN, ModelDrafts, own_chance
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL
+from ..cache.supply import short_of
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.request import NO_SLOT, RUNNING, Request
@@ -101,7 +101,7 @@ class Explainer:
         if block in host.writes:
             at = tier.nodes[host.writes[block]].block
             return [f"the next step copies its old content to block {at} of the host tier: the pool evicted it"]
-        part = self._cache.group_of_block(block).pool.part_of(block)
+        part = self._cache.group_of_block(block).pool.parts.part_of(block)
         if part is not None:
             node, disk = host.part_entry_of(*part), []
         else:

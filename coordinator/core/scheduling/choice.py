@@ -14,14 +14,13 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .. import sizes
-from ..cache.block_pool import short_of
 from ..cache.blocks import NO_BLOCKS
 from ..cache.groups import Group
 from ..cache.hashing import Hashes
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, NO_SLOTS, Tokens, generated
-from ..cache.supply import NO_SPARE, Spare
+from ..cache.supply import NO_SPARE, Spare, short_of
 from ..requests.phases import PREEMPTED
 from ..requests.request import NO_SLOT, RUNNING, Request
 from ..requests.table import RequestTable

@@ -12,11 +12,11 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from kvforge.protocol.messages import GENERATED, NO_INT32, Step
 
-from ..cache.block_pool import short_of
 from ..cache.groups import Group, SentStep, SteadyDecodeBatch
 from ..cache.kv_cache_manager import KVCacheManager
 from ..cache.sequences import NO_SLOTS, ONE, ZERO, Slots
 from ..cache.states import chunk_end
+from ..cache.supply import short_of
 from ..deadlines import NEVER, STEPS, WORKERS
 from ..events import Effect, ToWorker
 from ..limits import microseconds
