@@ -59,15 +59,15 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
     """
     from kvforge.worker.drafts.drafter import NO_ENDS, Proposals, RowEnds
     from kvforge.worker.drafts.lookup import LookupDrafter
-    from kvforge.worker.step.runner import ModelRunner
+    from kvforge.worker.step.row_starter import RowStarter
 
     numbers, generated, limits = dict[int, int](), dict[int, int](), dict[int, int]()  # by slot
     remember: Callable[..., None] = LookupDrafter.begin
-    begin: Callable[..., None] = ModelRunner._begin
+    begin: Callable[..., None] = RowStarter.begin
     append: Callable[..., None] = LookupDrafter.append
     drawn = np.random.default_rng(0)
 
-    def begin_noted(self: ModelRunner, begins: Any, *rest: Any) -> None:
+    def begin_noted(self: RowStarter, begins: Any, *rest: Any) -> None:
         numbers.update((start.slot, start.seed - FIRST_SEED) for start in begins)
         generated.update((start.slot, start.generated) for start in begins)
         begin(self, begins, *rest)
@@ -104,7 +104,7 @@ def replay_lookup(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float, m
                 found[slot] = its
         return Proposals.of(found)
 
-    ModelRunner._begin = begin_noted  # type: ignore[method-assign,assignment]
+    RowStarter.begin = begin_noted  # type: ignore[method-assign,assignment]
     LookupDrafter.begin = remember_noted  # type: ignore[method-assign,assignment]
     LookupDrafter.append = append_noted  # type: ignore[method-assign]
     LookupDrafter.propose = propose  # type: ignore[method-assign]

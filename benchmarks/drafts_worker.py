@@ -70,14 +70,14 @@ def replay_drafts(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float) -
     """
     from kvforge.worker.drafts.model import DraftRow, ModelDrafter
     from kvforge.worker.step.draft_passes import DraftPasses
-    from kvforge.worker.step.runner import ModelRunner
+    from kvforge.worker.step.row_starter import RowStarter
 
     seeds, generated = dict[int, int](), dict[int, int]()  # by slot
-    begin: Callable[..., None] = ModelRunner._begin
+    begin: Callable[..., None] = RowStarter.begin
     append: Callable[..., None] = ModelDrafter.append
     continue_rows: Callable[..., list[list[int]]] = DraftPasses.continue_rows
 
-    def begin_noted(self: ModelRunner, begins: Any, *rest: Any) -> None:
+    def begin_noted(self: RowStarter, begins: Any, *rest: Any) -> None:
         seeds.update((start.slot, start.seed) for start in begins)
         generated.update((start.slot, start.generated) for start in begins)
         begin(self, begins, *rest)
@@ -99,7 +99,7 @@ def replay_drafts(answers: np.ndarray[Any, np.dtype[np.int64]], chance: float) -
                 tokens[place] = recorded if is_right else int(recorded == 0)
         return drafted
 
-    ModelRunner._begin = begin_noted  # type: ignore[method-assign,assignment]
+    RowStarter.begin = begin_noted  # type: ignore[method-assign,assignment]
     ModelDrafter.append = append_noted  # type: ignore[method-assign]
     DraftPasses.continue_rows = continue_recorded  # type: ignore[method-assign,assignment]
 

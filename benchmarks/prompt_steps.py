@@ -94,9 +94,9 @@ class Steps:
         found: dict[str, list[float]] = {"graph": [], "eager": []}
         for _ in range(ROUNDS):
             for way, times in found.items():
-                self.runner.prompt_graphs = self.graphs if way == "graph" else None
+                self.runner._launcher.prompt_graphs = self.graphs if way == "graph" else None
                 times.append(1e3 * self.once(decodes, prompts, tokens))
-        self.runner.prompt_graphs = self.graphs
+        self.runner._launcher.prompt_graphs = self.graphs
         assert captured == self.graphs.captured, "a graph was captured while it was timed"
         return {way: median(times) for way, times in found.items()}
 

@@ -68,7 +68,8 @@ from .connection import CoordinatorConnection
 from .engine import Engine
 from .host_transfers import COPY_NUMBERS
 from .poll_backoff import PollBackoff
-from .runner import STEPS_UNDER_WAY_MAX, FatalStepError, ModelRunner, PendingStep
+from .runner import STEPS_UNDER_WAY_MAX, ModelRunner, PendingStep
+from .step_failures import FatalStepError
 
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # grace for the disconnect to be noticed after the coordinator's tables are gone

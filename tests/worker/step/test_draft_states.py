@@ -13,7 +13,8 @@ from kvforge.protocol.messages import GENERATED
 from kvforge.worker.loading.load import load_model
 from kvforge.worker.loading.model import LoadedModel
 from kvforge.worker.step.draft_checks import drafts_possible
-from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
+from kvforge.worker.step.runner import ModelRunner, StepOutcome
+from kvforge.worker.step.step_failures import StateLostError
 from tests.amount import thinned
 from tests.pairs import every_pair
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE

@@ -456,7 +456,7 @@ def test_logits_that_are_not_finite_behind_a_draft_end_the_accepted_tokens(
     """The request fails when the broken row is its first, as without drafts."""
     (want,), (answer,) = wanted(model, SAMPLED, tokens=8), answers_of([SAMPLED])
     bench.begin([answer])
-    forward = bench.runner._forward
+    forward = bench.runner._launcher.passes.forward
 
     def broken(rows: Any) -> Any:
         logits, scored = forward(rows)
@@ -464,7 +464,7 @@ def test_logits_that_are_not_finite_behind_a_draft_end_the_accepted_tokens(
         return logits, scored
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.runner, "_forward", broken)
+        patch.setattr(bench.runner._launcher.passes, "forward", broken)
         bench.advance([answer], lambda each: want.tokens[1:5])
     assert answer.chosen == want.chosen[:3]
     bench.advance([answer], lambda each: want.tokens[3:5])
@@ -475,7 +475,7 @@ def test_logits_that_are_not_finite_behind_a_draft_end_the_accepted_tokens(
         logits[0] = float("nan")
         return logits, scored
 
-    monkeypatch.setattr(bench.runner, "_forward", broken_first)
+    monkeypatch.setattr(bench.runner._launcher.passes, "forward", broken_first)
     outcome = bench.run([bench.row(answer, want.tokens[6:8])])
     assert [error.slot for error in outcome.errors] == [0]
     assert "not finite" in outcome.errors[0].error.message
@@ -552,7 +552,7 @@ def test_a_failed_pass_is_made_again_request_by_request(
 ) -> None:
     want, answers = wanted(model, SAMPLED, GREEDY, tokens=5), answers_of([SAMPLED, GREEDY])
     bench.begin(answers)
-    forward, passes = bench.runner._forward, list[list[int]]()
+    forward, passes = bench.runner._launcher.passes.forward, list[list[int]]()
 
     def narrow(rows: Any) -> Any:
         passes.append(rows.slots.tolist())
@@ -560,7 +560,7 @@ def test_a_failed_pass_is_made_again_request_by_request(
             raise RuntimeError("out of memory")
         return forward(rows)
 
-    monkeypatch.setattr(bench.runner, "_forward", narrow)
+    monkeypatch.setattr(bench.runner._launcher.passes, "forward", narrow)
     bench.advance(answers, lambda each: want[each.slot].tokens[1:4])
     assert passes == [[0, 1], [0], [1]]
     assert [each.chosen for each in answers] == [each.chosen for each in want]

@@ -127,7 +127,7 @@ def head_logits(bench: Drafting, head: DraftHead, slot: int, token: int, positio
     pool = bench.pool.beside
     assert pool is not None
     tables = np.arange(BLOCKS * slot, BLOCKS * (slot + 1), dtype=np.int32)[None]
-    passes = bench.runner._draft_passes
+    passes = bench.runner._drafts.passes
     assert passes is not None
     passes.complete(tables, i4(position))
     batch = pool.batch(tables, np.array([position], np.int32), np.ones(1, np.int32))

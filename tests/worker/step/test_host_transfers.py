@@ -31,7 +31,7 @@ from kvforge.worker.step import host_opening, host_transfers
 from kvforge.worker.step.host_opening import begin_host_tier, open_host_tier
 from kvforge.worker.step.host_transfers import HostTransfers, bad_host_copies
 from kvforge.worker.step.loop import pool_local
-from kvforge.worker.step.runner import HostCopyError
+from kvforge.worker.step.step_failures import HostCopyError
 from tests.worker.device.batches import FakeRuntime
 from tests.worker.device.registrar import FakeRegistrar
 from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin, i4

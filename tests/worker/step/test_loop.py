@@ -41,7 +41,7 @@ from kvforge.worker.step import loop
 from kvforge.worker.step.loop import ANSWERS_KEPT, BEFORE_IDLE_WORK_MS, Worker
 from kvforge.worker.step.meter import Meter
 from kvforge.worker.step.pending import StepOutcome
-from kvforge.worker.step.runner import StateLostError
+from kvforge.worker.step.step_failures import StateLostError
 from tests.protocol.systemd_ear import Ear
 
 

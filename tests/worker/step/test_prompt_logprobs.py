@@ -163,7 +163,7 @@ def test_a_failing_pass_spares_the_other_rows(
             raise RuntimeError("device-side assert triggered")
         return inner(token_ids, *arguments)
 
-    monkeypatch.setitem(bench.runner.model.__dict__, "forward_by_parts", by_parts)
+    monkeypatch.setitem(bench.runner._launcher.passes.model.__dict__, "forward_by_parts", by_parts)
     outcome = run(bench, rows, prompts, begins=begins)
     assert [error.slot for error in outcome.errors] == [2]
     kept = np.r_[0:8, 11:16]  # prompts 0 and 3; prompt 1 has one token

@@ -280,7 +280,7 @@ def break_forward(bench: Bench, monkeypatch: pytest.MonkeyPatch, token: int) -> 
 
     stand_in = replace(model)
     monkeypatch.setitem(stand_in.__dict__, "forward", forward)
-    bench.runner.model = stand_in
+    bench.runner._launcher.passes.model = stand_in
 
 
 def test_a_failing_pass_is_isolated_to_the_row_that_fails(
@@ -438,7 +438,7 @@ def test_a_step_that_finds_no_memory_runs_row_by_row(
         return model.forward(token_ids, *arguments)
 
     monkeypatch.setitem(stand_in.__dict__, "forward", forward)
-    bench.runner.model = stand_in
+    bench.runner._launcher.passes.model = stand_in
     outcome = bench.run(rows, begins=begins)
     assert [(error.slot, error.error.code) for error in outcome.errors] == [(0, "gpu_error")]
     assert outcome.tokens.tolist() == whole.tokens[1:].tolist()

@@ -17,7 +17,8 @@ from kvforge.protocol.messages import GENERATED, RowStart, SamplingParams, Step
 from kvforge.worker.attention.pool import KvPool
 from kvforge.worker.loading import mixers
 from kvforge.worker.loading.model import LoadedModel
-from kvforge.worker.step.runner import ModelRunner, StateLostError, StepOutcome
+from kvforge.worker.step.runner import ModelRunner, StepOutcome
+from kvforge.worker.step.step_failures import StateLostError
 from tests.worker.loading.covering import HYBRID, MIXER, by_parts
 from tests.worker.loading.random_models import HYBRIDS, NEEDS_CACHE, RECURRENT
 
@@ -237,7 +238,7 @@ def test_a_block_has_the_same_bits_behind_prompts_of_any_length(name: str, tiny:
 def test_prompt_log_probabilities_do_not_advance_the_state_again(
     lfm2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvforge.worker.step.runner.tokens_at_a_time", lambda _: 7)
+    monkeypatch.setattr("kvforge.worker.step.forward_passes.tokens_at_a_time", lambda _: 7)
     text = prompt(5, 90)
     plain, scoring = Bench(lfm2), Bench(lfm2)
     for bench in (plain, scoring):
