@@ -366,9 +366,9 @@ def stored_sum(
     words_at: [ROWS, 1] the first words of the rows. x_rows: [TOKENS, 1] the rows of x; inside: which exist. rows:
     [ROWS], inside of the weight. turn: the first step, counted from `begin`; the steps before it are the last ones.
     Programs that read different columns of x at a time do not wait for the same lines of the cache. last: the last step
-    of the weight; with PADDED its second half does not exist. scaled: scales of a group. TOGETHER: steps of a turn of
-    the loop, a divisor of STEPS. GROUP: columns of a group in units of DEPTH; 0: all; -1: half of DEPTH. HALF: whether
-    x is float16. JOIN: see `multiply_words`. For others see `stored_kernel`.
+    of the weight; with PADDED its second half does not exist, and steps behind it are empty. scaled: scales of a group.
+    TOGETHER: steps of a turn of the loop, a divisor of STEPS. GROUP: columns of a group in units of DEPTH; 0: all; -1:
+    half of DEPTH. HALF: whether x is float16. JOIN: see `multiply_words`. For others see `stored_kernel`.
     """
     COLUMNS: tl.constexpr = DEPTH // SETS
     SPAN_WORDS: tl.constexpr = SPAN * _WORDS
