@@ -18,6 +18,7 @@ from .code_tables import CODES, WORDS
 from .expert_sort import FIELDS, Blocks
 from .grouped import Gating, pairs_of, split_rows
 from .grouped_tiles import HOPPER_TOKENS, backend_options
+from .hopper_codes import can_sum
 from .launching import Launching
 from .stored import Codes
 from .stored_linear import (
@@ -245,6 +246,12 @@ def _multiply(
     tiles = stored_expert_tiles(tokens_per_block, launch.target, codes, sorted_pairs.alone)
     is_long = sorted_pairs.alone or (codes.exponents is not None and tiles.tokens == 16)
     steps, columns = steps_of(codes, launch.target), ALONE_COLUMNS if is_long else COLUMNS
+    is_simple = sorted_pairs.alone and not (gating is not None and gating.interleaved)
+    if is_simple and can_sum(codes, x, output.shape[-1], 2 if gated else 1, launch.target):
+        from .stored_hopper_experts import multiply_alone
+
+        multiply_alone(launch, x, codes, bias, factors, gating, sorted_pairs, output, steps)
+        return
     programs = sorted_pairs.count * ceil_div(output.shape[-1], tiles.rows // 2 if gated else tiles.rows)
     stored_experts_kernel[(programs,)](
         x,

@@ -25,6 +25,7 @@ from .activations import SILU, Activation
 from .code_tables import CODES, WORDS
 from .grouped import split_rows
 from .grouped_tiles import backend_options
+from .hopper_codes import can_sum
 from .launching import Launching
 from .stored import Codes
 from .stored_sum import TURNED, fetch_first, fetch_groups, stored_sum
@@ -286,6 +287,11 @@ def stored_linear(
         ceil_div(tokens, tiles.tokens),
     )
     steps = steps_of(codes, launch.target) // parts
+    if (split or parts == 1) and can_sum(codes, x, results, 2 if gated else 1, launch.target):
+        from .stored_hopper_linear import multiply_few
+
+        multiply_few(launch, x, codes, bias, output, activation, gated, steps)
+        return output
     is_alone = tokens <= 16 and prod(grid) <= launch.target.multiprocessors
     columns = ALONE_COLUMNS if is_alone else COLUMNS
     stored_kernel[grid](

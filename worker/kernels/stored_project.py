@@ -13,6 +13,7 @@ from kvforge.worker.device.target import Target
 
 from .code_tables import CODES, WORDS
 from .grouped_tiles import backend_options
+from .hopper_codes import can_sum
 from .launching import Launching
 from .project import HEAD_SIZES, ROWS, rotate_and_store
 from .stored import Codes
@@ -141,6 +142,11 @@ def project_codes(
     steps, (extra, extras) = steps_of(codes, launch.target), codes.extra
     tiles = tiles_of(tokens, 0, launch.target)
     query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
+    if can_sum(codes, x, head_size // 2, 2, launch.target):
+        from .stored_hopper_project import project_few
+
+        project_few(launch, x, codes, bias, cos, sin, layer, slots, query, steps)
+        return query
     stored_project_kernel[(n // ROWS.value, ceil_div(tokens, tiles.tokens))](
         x,
         codes.words,

@@ -16,6 +16,7 @@ from .activations import SILU
 from .code_tables import CODES, pack, unit_columns
 from .expert_loop import ExpertMatrices
 from .fused import FusedOperations
+from .hopper_codes import STEP
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .selftest import TOLERANCE
@@ -35,6 +36,8 @@ GROUPS = {  # by `Codes.kind`: columns of a group; 0: all
     "int8 with lows": 16,
     "int4 with lows": 32,
 }
+# Groups that kernels of Hopper's have for themselves, and the hidden size that goes with them.
+HOPPER_GROUPS, HOPPER_HIDDEN = {"int4": STEP}, 2 * STEP
 HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 
@@ -48,16 +51,25 @@ def stored_test(kinds: Collection[str], dtype: torch.dtype, device: Device, with
         GpuError: The device failed.
     """
     operations = FusedOperations(device)
-    for kind in kinds:
+    on_hopper = HOPPER_GROUPS if operations.target.hopper else {}
+    cases = [(kind, GROUPS[kind], SIZES[1]) for kind in kinds]
+    cases += [(kind, on_hopper[kind], (HOPPER_HIDDEN, SIZES[1][1])) for kind in kinds if kind in on_hopper]
+    for kind, group, sizes in cases:
         for tokens in TOKENS:
-            shape = f"{tokens} tokens, {kind}, {str(dtype).removeprefix('torch.')}"
-            for kernel, compare in _comparisons(operations, kind, GROUPS[kind], tokens, dtype, device.torch_device):
+            shape = f"{tokens} tokens, {kind} in groups of {group or 'a row'}, {str(dtype).removeprefix('torch.')}"
+            for kernel, compare in _comparisons(operations, kind, group, sizes, tokens, dtype, device.torch_device):
                 if with_experts or kernel != EXPERTS:
                     require_right(device, kernel, shape, compare, WAY_OUT)
 
 
 def _comparisons(
-    operations: LayerOperations, kind: str, group: int, tokens: int, dtype: torch.dtype, device: torch.device
+    operations: LayerOperations,
+    kind: str,
+    group: int,
+    sizes: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Iterator[tuple[str, partial[str]]]:
     generator = torch.Generator(device).manual_seed(tokens)
 
@@ -68,7 +80,7 @@ def _comparisons(
     def weight(n: int, k: int, experts: tuple[int, ...] = ()) -> StoredWeight:
         return StoredWeight(_random_codes(n, k, kind, group, experts, generator), dtype)
 
-    hidden, inner = SIZES[1]
+    hidden, inner = sizes
     x, up, down = random(tokens, hidden), weight(2 * inner, hidden), weight(hidden, inner)
     bias = random(1, 2 * inner)[0]
 

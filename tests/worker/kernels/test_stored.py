@@ -307,6 +307,7 @@ def test_bits_are_the_same_for_any_steps_of_a_turn(layout: Layout, k: int, monke
     x = torch.randn(5, k, dtype=dtype, device=DEVICE.torch_device)
     launch, counts = launched(joins=True), []
     choose = module.steps_together
+    monkeypatch.setattr(module, "can_sum", lambda *_: False)  # the kernels of `stored_hopper` have turns of their own
 
     def found(*arguments: object) -> int:
         counts.append(choose(*arguments))  # type: ignore[arg-type]
