@@ -47,6 +47,10 @@ GLUON = (
     "kvforge.worker.attention.prefill_hopper",
     "kvforge.worker.attention.latent_hopper",
     "kvforge.worker.attention.gluon_names",
+    "kvforge.worker.kernels.stored_hopper",
+    "kvforge.worker.kernels.stored_hopper_linear",
+    "kvforge.worker.kernels.stored_hopper_project",
+    "kvforge.worker.kernels.stored_hopper_experts",
 )
 SHARE = 0.2  # share of each target's kernels that is verified in each run, one configuration each
 UNTIDY = "gfx950"  # compiled last: after it, Triton 3.6 uses some of its instructions for other targets as well

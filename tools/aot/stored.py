@@ -80,7 +80,8 @@ OF_EXPERTS = (
     *(CodeLayout("int4", 128), MXFP4, CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
 WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
-K, LONG = 4096, 14336
+OF_HOPPER = (CodeLayout("int4", 128), CodeLayout("int4", 128, extra="zeros"))  # of up to 16 tokens: `stored_hopper`
+K, ODD_K, LONG = 4096, 2944, 14336
 ROWS = {"gated": 28672, "wide": 128256}  # others 4096
 TOKENS = (1, 32, 64, 300)
 EXPERTS, WIDTH = 8, 2
@@ -100,6 +101,9 @@ def stored_configurations(target: Target) -> list[Configuration]:
         made.append(_product(target, BF16, tokens, layout, "gated"))
     for layout, use in product(HALF, ("whole", "parts", "gated")):
         made.append(_product(target, F16, 1, layout, use))
+    if target.hopper:
+        for layout, use in product(OF_HOPPER, ("whole", "parts", "gated", "biased")):
+            made += [_product(target, BF16, 16, layout, use), _product(target, BF16, 1, layout, use, ODD_K)]
     return distinct(made)
 
 
@@ -110,6 +114,8 @@ def stored_project_configurations(target: Target) -> list[Configuration]:
     tokens = TOKENS[:3] if target.hopper else TOKENS[:1]
     made = [_project(target, BF16, *each) for each in product(tokens, LAYOUTS, HEAD_SIZES, (False, True))]
     made += [_project(target, F16, 1, layout, 128, biased) for layout, biased in product(HALF, (False, True))]
+    if target.hopper:
+        made += [_project(target, BF16, 16, *each) for each in product(OF_HOPPER, HEAD_SIZES, (False, True))]
     return distinct(made)
 
 
@@ -126,8 +132,10 @@ def stored_experts_configurations(target: Target) -> list[Configuration]:
     return distinct(made)
 
 
-def _product(target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout, use: str) -> Configuration:
-    n, k = ROWS.get(use, 4096), LONG if use == "parts" else K
+def _product(
+    target: Target, dtype: torch.dtype, tokens: int, layout: CodeLayout, use: str, columns: int = K
+) -> Configuration:
+    n, k = ROWS.get(use, 4096), LONG if use == "parts" and columns == K else columns
     x, codes = meta_tensor(tokens, k, dtype=dtype), layout.codes(n, k)
     bias = meta_tensor(n, dtype=dtype) if use == "biased" else None
     result, gated, divisible = F32 if use == "wide" else dtype, use == "gated", use == "parts"
