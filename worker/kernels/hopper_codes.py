@@ -7,10 +7,11 @@ import torch
 from kvforge.worker.attention.prefill_plan import gluon_problem
 from kvforge.worker.device.target import Target
 
-from .code_tables import CODES, WORDS
+from .code_tables import unit_columns
 from .stored import Codes
 
-STEP = 128  # columns of a step, and of a group
+UNIT_COLUMNS = unit_columns("int4")  # of all codes of 4 bits
+KINDS = {"int4": (64, 128), "nf4": (64,)}  # columns of a group
 TILE = 64  # rows of a tile
 TOKENS_MAX = 16
 
@@ -30,10 +31,9 @@ def can_sum(codes: Codes, x: torch.Tensor, results: int, halves: int, target: Ta
         and target.chained  # not the interpreter, which does not know Gluon
         and not gluon_problem()
         and len(x) <= TOKENS_MAX
-        and codes.kind == "int4"
+        and codes.group in KINDS.get(codes.kind, ())
         and codes.scaled_rows == 1
-        and codes.group == STEP
-        and codes.span * WORDS * CODES["int4"] == STEP
+        and codes.span == codes.group // UNIT_COLUMNS
         and results % (TILE // halves) == 0
         and x.data_ptr() % 16 == 0
         and (len(x) == 1 or x.stride(0) * x.element_size() % 16 == 0)

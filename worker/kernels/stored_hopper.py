@@ -1,11 +1,11 @@
-"""Sums of few tokens with weights in int4 for NVIDIA's Hopper, in Gluon (Triton's lower level).
+"""Sums of few tokens with weights in codes of 4 bits for NVIDIA's Hopper, in Gluon (Triton's lower level).
 
 `stored_sum` computes the same, with the same bits. There each step waits for its scales, because the compiler moves
 what was loaded ahead to other registers, and the inputs' wait lets only a few weights come early. Here one warp copies
 the codes and the scales of a turn, and the columns of x, with the tensor copy engine (TMA) into shared memory, several
 turns ahead. The codes of the first turns come before the inputs are ready. Four other warps unpack and multiply.
 
-A step has the 128 columns of a group, and a turn one step or two: no bit depends on it.
+A step has the columns of a group, one unit or two. A turn has one step or two: no bit depends on that.
 """
 
 # No `from __future__ import annotations`: the annotations of an aggregate are looked at.
@@ -26,45 +26,52 @@ from triton.language.core import _aggregate as aggregate
 from kvforge.worker.attention.gluon_names import as_boxes, copy_box, thread_barrier
 from kvforge.worker.device.target import Target
 
-from .code_tables import CODES, WORDS
-from .hopper_codes import STEP, TILE
+from .code_tables import WORDS
+from .hopper_codes import TILE, UNIT_COLUMNS
 from .stored import Codes
 from .stored_sum import TURNED
 from .stored_unpack import unpack_four
 
-REGISTERS, COPY_REGISTERS = 64, 24  # registers per thread of a program on average, and of the copying warp
+REGISTERS = 64  # registers per thread of a program, on average
+# Of the copying warp, by the units of a step. With more for two units the products would wait for each other.
+COPY_REGISTERS = {1: 32, 2: 24}
+# Turns in shared memory, by the units of a step and the tokens of a tile. One less for many programs of 8 tokens.
+TURNS = {(2, 8): 3, (2, 16): 4, (1, 8): 4, (1, 16): 4}
 ROWS = gl.constexpr(TILE)
 HALF_ROWS = gl.constexpr(TILE // 2)
-DEPTH = gl.constexpr(STEP)
-SETS = gl.constexpr(CODES["int4"])
-COLUMNS = gl.constexpr(STEP // CODES["int4"])  # words of a row in a step
+UNIT = gl.constexpr(UNIT_COLUMNS)
 _WORDS, _TURNED = gl.constexpr(WORDS), gl.constexpr(TURNED)
-_BOX = gl.constexpr(64)  # columns of x of one box: 128 bytes, the widest swizzle
 
 
 @aggregate
 class Sizes:
     """Compile-time numbers.
 
-    STEPS: of a sum. TOGETHER: steps of a turn. TURNS: turns in shared memory. TOKENS: of a tile. ZEROS: whether groups
-    have codes of 0. HALF: whether x is float16.
+    CODE: of the weight. UNITS: of a step. ZEROS: whether groups have codes of 0. STEPS: of a sum. TOGETHER: steps of a
+    turn. TURNS: turns in shared memory. TOKENS: of a tile. HALF: whether x is float16. COLUMNS: words of a row's step.
     """
+
+    CODE: gl.constexpr
+    UNITS: gl.constexpr
+    ZEROS: gl.constexpr
 
     STEPS: gl.constexpr
     TOGETHER: gl.constexpr
     TURNS: gl.constexpr
     TOKENS: gl.constexpr
-    ZEROS: gl.constexpr
     HALF: gl.constexpr
+    COLUMNS: gl.constexpr
     NARROW: gl.constexpr
     FIRST: gl.constexpr
     SUMS: gl.constexpr
     LEFT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, STEPS, TOGETHER, TURNS, TOKENS, ZEROS, HALF):
+    def __init__(self, CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF):
+        self.CODE, self.UNITS, self.ZEROS = gl.constexpr(CODE), gl.constexpr(UNITS), gl.constexpr(ZEROS)
         self.STEPS, self.TOGETHER, self.TURNS = gl.constexpr(STEPS), gl.constexpr(TOGETHER), gl.constexpr(TURNS)
-        self.TOKENS, self.ZEROS, self.HALF = gl.constexpr(TOKENS), gl.constexpr(ZEROS), gl.constexpr(HALF)
+        self.TOKENS, self.HALF = gl.constexpr(TOKENS), gl.constexpr(HALF)
+        self.COLUMNS = gl.constexpr(UNITS * WORDS)
         self.NARROW = gl.constexpr(gl.float16 if HALF else gl.bfloat16)
         self.FIRST = gl.constexpr(1024 if HALF else 128)  # see `unpack_four`
         sums = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -77,7 +84,8 @@ class Buffers:
     """Shared memory, with barriers that signal that a turn is filled (ready) or was read (empty).
 
     words: [steps, ROWS, COLUMNS]. scales: [steps, 1, ROWS]. zeros: [steps, 1, 2 ROWS], the second half unused, so that
-    boxes are aligned. x: [steps, 2 TOKENS, 64]: the second half of the columns behind the first.
+    boxes are aligned. x: [steps, UNITS x TOKENS, UNIT]. Layouts without a swizzle have one row, because Triton takes
+    several rows for another order than the copy engine writes.
     """
 
     words: gl.shared_memory_descriptor
@@ -99,12 +107,16 @@ def allocate(sizes):
     """Return the buffers of a program. All barriers are ready for use."""
     STEPS: gl.constexpr = sizes.TOGETHER * sizes.TURNS
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    words = gl.allocate_shared_memory(gl.int16, [STEPS, ROWS, COLUMNS], gl.NVMMASharedLayout(2 * COLUMNS, 16, 2))
+    words = gl.allocate_shared_memory(
+        gl.int16, [STEPS, ROWS, sizes.COLUMNS], gl.NVMMASharedLayout(2 * sizes.COLUMNS, 16, 2)
+    )
     scales = gl.allocate_shared_memory(gl.float32, [STEPS, 1, ROWS], gl.NVMMASharedLayout(0, 32, 2))
     zeros = scales
     if sizes.ZEROS:
         zeros = gl.allocate_shared_memory(gl.uint8, [STEPS, 1, 2 * ROWS], gl.NVMMASharedLayout(0, 8, 2))
-    x = gl.allocate_shared_memory(sizes.NARROW, [STEPS, 2 * sizes.TOKENS, _BOX], gl.NVMMASharedLayout(128, 16, 2))
+    x = gl.allocate_shared_memory(
+        sizes.NARROW, [STEPS, sizes.UNITS * sizes.TOKENS, UNIT], gl.NVMMASharedLayout(128, 16, 2)
+    )
     buffers = Buffers(
         words,
         scales,
@@ -146,7 +158,7 @@ def _copy_weight(sources, place, start, slot, buffers, sizes):
     words, scales, zeros = sources
     span, half, row, _, _ = place
     ready = buffers.words_ready.index(slot)
-    mbarrier.expect(ready, sizes.TOGETHER * ROWS * (2 * COLUMNS + 4 + (1 if sizes.ZEROS else 0)))
+    mbarrier.expect(ready, sizes.TOGETHER * ROWS * (2 * sizes.COLUMNS + 4 + (1 if sizes.ZEROS else 0)))
     for ahead in gl.static_range(sizes.TOGETHER):
         at = slot * sizes.TOGETHER + ahead
         step = span + _wrapped(start + ahead, sizes)
@@ -162,10 +174,10 @@ def _copy_x(x, place, start, slot, buffers, sizes):
     """Begin to copy the columns of x of the turn from step `start` on."""
     _, _, _, first, token = place
     ready = buffers.x_ready.index(slot)
-    mbarrier.expect(ready, sizes.TOGETHER * sizes.TOKENS * DEPTH * 2)
+    mbarrier.expect(ready, sizes.TOGETHER * sizes.TOKENS * sizes.UNITS * UNIT * 2)
     for ahead in gl.static_range(sizes.TOGETHER):
         box = as_boxes(buffers.x.index(slot * sizes.TOGETHER + ahead), x.block_shape, x.layout)
-        copy_box(x, [(first + _wrapped(start + ahead, sizes)) * 2, token, 0], ready, box)
+        copy_box(x, [(first + _wrapped(start + ahead, sizes)) * sizes.UNITS, token, 0], ready, box)
 
 
 @gluon.jit
@@ -175,14 +187,14 @@ def copy_first_weight(sources, place, rolled, buffers, sizes):
     sources: descriptors of words, scales and zeros. place: the span of the sum's first step, the half and the row of
     its tile's first row (see `described`), the sum's first step of x, and the first token. rolled: see `rolled_step`.
     """
-    for turn in gl.static_range(sizes.TURNS):
+    for turn in range(sizes.TURNS):
         _copy_weight(sources, place, _wrapped(rolled + turn * sizes.TOGETHER, sizes), turn, buffers, sizes)
 
 
 @gluon.jit
 def copy_rest(sources, x, place, rolled, buffers, sizes):
     """Copy everything behind `copy_first_weight`."""
-    for turn in gl.static_range(sizes.TURNS):
+    for turn in range(sizes.TURNS):
         _copy_x(x, place, _wrapped(rolled + turn * sizes.TOGETHER, sizes), turn, buffers, sizes)
     slot = 0
     phase = 0
@@ -199,48 +211,61 @@ def copy_rest(sources, x, place, rolled, buffers, sizes):
 
 
 @gluon.jit
-def _numbers(at, buffers, sizes):
-    """Return the numbers of a step [ROWS, DEPTH] in two halves of its columns, without scales."""
+def _by_unit(at, buffers, sizes):
+    """Return the numbers of a step without scales, [ROWS, UNIT] of each unit, in the order of the columns."""
     if sizes.ZEROS:
         zero = buffers.zeros.index(at).slice(0, ROWS, dim=1).permute((1, 0)).load(sizes.LEFT)
         zero = (zero.to(gl.int32) + sizes.FIRST).to(gl.float32).to(sizes.NARROW)
-        zero, _ = gl.broadcast(zero, gl.full([ROWS, COLUMNS], 0.0, sizes.NARROW, sizes.LEFT))
+        zero, _ = gl.broadcast(zero, gl.full([ROWS, sizes.COLUMNS], 0.0, sizes.NARROW, sizes.LEFT))
     else:
-        zero = gl.full([ROWS, COLUMNS], sizes.FIRST + 8, sizes.NARROW, sizes.LEFT)
-    a, b, c, d = unpack_four(buffers.words.index(at).load(sizes.LEFT), zero, "int4", sizes.HALF, True)
-    # In the order of the columns: [rows, units, sets, words of a unit]. None moves between threads.
-    every = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [ROWS, COLUMNS // _WORDS, _WORDS, SETS])
-    every = gl.reshape(gl.permute(every, (0, 1, 3, 2)), [ROWS, 2, _BOX])
-    low, high = gl.split(gl.permute(every, (0, 2, 1)))
-    low = gl.convert_layout(low, sizes.LEFT, assert_trivial=True)
-    return low, gl.convert_layout(high, sizes.LEFT, assert_trivial=True)
+        zero = gl.full([ROWS, sizes.COLUMNS], sizes.FIRST + 8, sizes.NARROW, sizes.LEFT)
+    a, b, c, d = unpack_four(buffers.words.index(at).load(sizes.LEFT), zero, sizes.CODE, sizes.HALF, True)
+    # [rows, units, sets, words of a unit]: none moves between threads.
+    every = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [ROWS, sizes.UNITS, _WORDS, 4])
+    every = gl.permute(every, (0, 1, 3, 2))
+    if sizes.UNITS == 1:
+        return (_as_left(gl.reshape(every, [ROWS, UNIT]), sizes),)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(every, [ROWS, 2, UNIT]), (0, 2, 1)))
+        return _as_left(low, sizes), _as_left(high, sizes)
+
+
+@gluon.jit
+def _as_left(numbers, sizes):
+    return gl.convert_layout(numbers, sizes.LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(at, buffers, sizes):
+    """Begin the product of a step."""
+    nothing = gl.zeros([ROWS, sizes.TOKENS], gl.float32, sizes.SUMS)
+    units = _by_unit(at, buffers, sizes)
+    x = buffers.x.index(at)
+    right = x.slice(0, sizes.TOKENS, dim=0).permute((1, 0))
+    product = warpgroup_mma(units[0], right, nothing, use_acc=False, is_async=True)
+    for unit in gl.static_range(1, sizes.UNITS):
+        right = x.slice(unit * sizes.TOKENS, sizes.TOKENS, dim=0).permute((1, 0))
+        product = warpgroup_mma(units[unit], right, product, is_async=True)
+    return product
 
 
 @gluon.jit
 def sum_steps(buffers, sizes):
     """Return the sums [ROWS, TOKENS] float32, in the layout SUMS."""
-    nothing = gl.zeros([ROWS, sizes.TOKENS], gl.float32, sizes.SUMS)
-    total = nothing
+    total = gl.zeros([ROWS, sizes.TOKENS], gl.float32, sizes.SUMS)
     slot = 0
     phase = 0
     for _ in range(sizes.STEPS // sizes.TOGETHER):
         mbarrier.wait(buffers.words_ready.index(slot), phase)
         mbarrier.wait(buffers.x_ready.index(slot), phase)
-        factors = ()
         products = ()
         for ahead in gl.static_range(sizes.TOGETHER):
-            at = slot * sizes.TOGETHER + ahead
-            # The compiler does not know unpacking.
-            factors = factors + (buffers.scales.index(at).permute((1, 0)).load(sizes.SUMS),)  # type: ignore[assignment]  # noqa: RUF005
-            low, high = _numbers(at, buffers, sizes)
-            x = buffers.x.index(at)
-            right = x.slice(0, sizes.TOKENS, dim=0).permute((1, 0))
-            product = warpgroup_mma(low, right, nothing, use_acc=False, is_async=True)
-            right = x.slice(sizes.TOKENS, sizes.TOKENS, dim=0).permute((1, 0))
-            products = products + (warpgroup_mma(high, right, product, is_async=True),)  # type: ignore[assignment]  # noqa: RUF005
+            product = _multiply(slot * sizes.TOGETHER + ahead, buffers, sizes)
+            products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005
         for ahead in gl.static_range(sizes.TOGETHER):
-            product = warpgroup_mma_wait(2 * (sizes.TOGETHER - 1 - ahead), deps=(products[ahead],))
-            total += product * factors[ahead]
+            product = warpgroup_mma_wait(sizes.UNITS * (sizes.TOGETHER - 1 - ahead), deps=(products[ahead],))
+            scale = buffers.scales.index(slot * sizes.TOGETHER + ahead).permute((1, 0)).load(sizes.SUMS)
+            total += product * scale
         thread_barrier()  # without it a late warp could miss a phase
         mbarrier.arrive(buffers.empty.index(slot), count=1)
         slot += 1
@@ -273,13 +298,13 @@ def exchange_layout():
 
 @dataclass(frozen=True)
 class Described:
-    """What a launch needs of a weight and of x: tensor descriptors, and constants of `Sizes`."""
+    """What a launch needs of a weight and of x: tensor descriptors, and constants of its kernel."""
 
     words: TensorDescriptor
     scales: TensorDescriptor
     zeros: TensorDescriptor
     x: TensorDescriptor
-    constants: dict[str, int | bool]
+    constants: dict[str, int | bool | str]
 
 
 def described(
@@ -297,32 +322,36 @@ def described(
         target: The GPU.
     """
     tokens, k = x.shape
-    n, columns, narrow = codes.shape[-2], COLUMNS.value, 8 if tokens <= 8 else 16
+    n, narrow, units = codes.shape[-2], 8 if tokens <= 8 else 16, codes.group // UNIT_COLUMNS
     box = [1, rows, ROWS.value // rows]
-    words = codes.words.view(-1, halves, n // halves, columns)
     scales = codes.scales.view(-1, halves, n // halves)
-    flat = gl.NVMMASharedLayout(0, 32, 3)
-    of_scales = TensorDescriptor.from_tensor(scales, box, flat)
+    of_scales = TensorDescriptor.from_tensor(scales, box, gl.NVMMASharedLayout(0, 32, 3))
     of_zeros = of_scales
     if codes.zeros is not None:
         zeros = codes.zeros.view(-1, halves, n // halves)
         of_zeros = TensorDescriptor.from_tensor(zeros, box, gl.NVMMASharedLayout(0, 8, 3))
     stride = x.stride(0) if tokens > 1 else k
-    pieces = x.as_strided((k // _BOX.value, tokens, _BOX.value), (_BOX.value, stride, 1))
-    together = 2 if narrow == 8 and steps % 2 == 0 else 1
-    turns = 3 - (programs > 2 * target.multiprocessors) if together == 2 else 4
-    constants: dict[str, int | bool] = {
+    of_x = x.as_strided((k // UNIT_COLUMNS, tokens, UNIT_COLUMNS), (UNIT_COLUMNS, stride, 1))
+    together = 2 if steps % 2 == 0 and units * narrow <= 16 else 1
+    is_many = programs > 2 * target.multiprocessors
+    constants: dict[str, int | bool | str] = {
+        "CODE": codes.code,
+        "UNITS": units,
+        "ZEROS": codes.zeros is not None,
         "STEPS": steps,
         "TOGETHER": together,
-        "TURNS": min(turns, steps // together),
+        "TURNS": min(TURNS[units, narrow] - (is_many and narrow == 8), steps // together),
         "TOKENS": narrow,
-        "ZEROS": codes.zeros is not None,
         "HALF": x.dtype == torch.float16,
+        "REGISTERS": COPY_REGISTERS[units],
     }
+    words = codes.words.view(-1, halves, n // halves, units * WORDS)
     return Described(
-        TensorDescriptor.from_tensor(words, [*box, columns], gl.NVMMASharedLayout(2 * columns, 16, 4)),
+        TensorDescriptor.from_tensor(words, [*box, units * WORDS], gl.NVMMASharedLayout(2 * units * WORDS, 16, 4)),
         of_scales,
         of_zeros,
-        TensorDescriptor.from_tensor(pieces, [2, narrow, _BOX.value], gl.NVMMASharedLayout(128, 16, 3)),
+        TensorDescriptor.from_tensor(
+            of_x, [units, narrow, UNIT_COLUMNS], gl.NVMMASharedLayout(2 * UNIT_COLUMNS, 16, 3)
+        ),
         constants,
     )

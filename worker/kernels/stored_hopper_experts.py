@@ -1,4 +1,4 @@
-"""Experts of one token in int4 on Hopper: `stored_experts_kernel` with the sums of `stored_hopper`."""
+"""Experts of one token in codes of 4 bits on Hopper: `stored_experts_kernel` with the sums of `stored_hopper`."""
 
 # No `from __future__ import annotations`, as in `stored_hopper`.
 import torch
@@ -14,7 +14,6 @@ from .grouped import Gating
 from .launching import Launching
 from .stored import Codes
 from .stored_hopper import (
-    COPY_REGISTERS,
     HALF_ROWS,
     REGISTERS,
     ROWS,
@@ -93,11 +92,13 @@ def experts_hopper_kernel(
     results,
     alpha,
     limit,
+    CODE: gl.constexpr,
+    UNITS: gl.constexpr,
+    ZEROS: gl.constexpr,
     STEPS: gl.constexpr,
     TOGETHER: gl.constexpr,
     TURNS: gl.constexpr,
     TOKENS: gl.constexpr,
-    ZEROS: gl.constexpr,
     HALF: gl.constexpr,
     DOWN: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -112,7 +113,7 @@ def experts_hopper_kernel(
     halves: 2 if GATED. scales, zeros: [experts x groups, halves, n / halves]. chosen: [pairs] int32, the experts.
     output: [pairs, results]. For the others see `stored_experts_kernel` and `stored_hopper_kernel`.
     """
-    sizes = Sizes(STEPS, TOGETHER, TURNS, TOKENS, ZEROS, HALF)
+    sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
     buffers = allocate(sizes)
     exchange = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], exchange_layout())
     pair = gl.program_id(0) % pairs
@@ -179,7 +180,6 @@ def multiply_alone(
         HAS_BIAS=bias is not None,
         GATED=gated,
         KIND="" if gating is None else gating.activation.kind,
-        REGISTERS=COPY_REGISTERS,
         num_warps=4,
         maxnreg=REGISTERS,
         **launch_options(launch.overlap),

@@ -1,4 +1,4 @@
-"""Products of few tokens with a weight in int4 on Hopper: `stored_kernel` with the sums of `stored_hopper`."""
+"""Products of few tokens with codes of 4 bits on Hopper: `stored_kernel` with the sums of `stored_hopper`."""
 
 # No `from __future__ import annotations`, as in `stored_hopper`.
 import torch
@@ -13,7 +13,6 @@ from .activations import Activation
 from .launching import Launching
 from .stored import Codes
 from .stored_hopper import (
-    COPY_REGISTERS,
     HALF_ROWS,
     REGISTERS,
     ROWS,
@@ -80,11 +79,13 @@ def stored_hopper_kernel(
     results,
     alpha,
     limit,
+    CODE: gl.constexpr,
+    UNITS: gl.constexpr,
+    ZEROS: gl.constexpr,
     STEPS: gl.constexpr,
     TOGETHER: gl.constexpr,
     TURNS: gl.constexpr,
     TOKENS: gl.constexpr,
-    ZEROS: gl.constexpr,
     HALF: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     GATED: gl.constexpr,
@@ -97,7 +98,7 @@ def stored_hopper_kernel(
     x: [k / 64, tokens, 64]. words: [spans, halves, n / halves, words of a span], halves: 2 if GATED. scales, zeros:
     [groups, halves, n / halves]. For the others see `stored_kernel` and `Sizes`. REGISTERS: of the copying warp.
     """
-    sizes = Sizes(STEPS, TOGETHER, TURNS, TOKENS, ZEROS, HALF)
+    sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
     buffers = allocate(sizes)
     exchange = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], exchange_layout())
     tile = gl.program_id(0)
@@ -159,7 +160,6 @@ def multiply_few(
         HAS_BIAS=bias is not None,
         GATED=gated,
         KIND="" if activation is None else activation.kind,
-        REGISTERS=COPY_REGISTERS,
         num_warps=4,
         maxnreg=REGISTERS,
         **launch_options(launch.overlap),

@@ -1,4 +1,4 @@
-"""Q, K and V of few tokens in int4 on Hopper: `stored_project_kernel` with the sums of `stored_hopper`."""
+"""Q, K and V of few tokens in codes of 4 bits on Hopper: `stored_project_kernel` with the sums of `stored_hopper`."""
 
 # No `from __future__ import annotations`, as in `stored_hopper`.
 import torch
@@ -13,7 +13,6 @@ from kvforge.worker.device.overlap import launch_options
 from .launching import Launching
 from .stored import Codes
 from .stored_hopper import (
-    COPY_REGISTERS,
     HALF_ROWS,
     REGISTERS,
     ROWS,
@@ -103,11 +102,13 @@ def project_hopper_kernel(
     tokens,
     heads,
     kv_heads,
+    CODE: gl.constexpr,
+    UNITS: gl.constexpr,
+    ZEROS: gl.constexpr,
     STEPS: gl.constexpr,
     TOGETHER: gl.constexpr,
     TURNS: gl.constexpr,
     TOKENS: gl.constexpr,
-    ZEROS: gl.constexpr,
     HALF: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HEAD_SIZE: gl.constexpr,
@@ -120,7 +121,7 @@ def project_hopper_kernel(
     [groups, two halves of each head, HEAD_SIZE / 2]. For the others see `project_kernel` and `stored_hopper_kernel`.
     """
     TILES: gl.constexpr = HEAD_SIZE // ROWS  # of a head
-    sizes = Sizes(STEPS, TOGETHER, TURNS, TOKENS, ZEROS, HALF)
+    sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
     buffers = allocate(sizes)
     exchange = gl.allocate_shared_memory(gl.float32, [ROWS, TOKENS], exchange_layout())
     head = gl.program_id(0) // TILES
@@ -189,7 +190,6 @@ def project_few(
         **of.constants,
         HAS_BIAS=bias is not None,
         HEAD_SIZE=head_size,
-        REGISTERS=COPY_REGISTERS,
         num_warps=4,
         maxnreg=REGISTERS,
         **launch_options(launch.overlap),

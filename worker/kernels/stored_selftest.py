@@ -16,7 +16,6 @@ from .activations import SILU
 from .code_tables import CODES, pack, unit_columns
 from .expert_loop import ExpertMatrices
 from .fused import FusedOperations
-from .hopper_codes import STEP
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .selftest import TOLERANCE
@@ -36,8 +35,8 @@ GROUPS = {  # by `Codes.kind`: columns of a group; 0: all
     "int8 with lows": 16,
     "int4 with lows": 32,
 }
-# Groups that kernels of Hopper's have for themselves, and the hidden size that goes with them.
-HOPPER_GROUPS, HOPPER_HIDDEN = {"int4": STEP}, 2 * STEP
+# Steps of two units, which only kernels of Hopper's distinguish; and the hidden size that goes with them.
+HOPPER_GROUPS, HOPPER_HIDDEN = {"int4": 128}, 256
 HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 

@@ -27,8 +27,12 @@ from .test_stored import Layout, random_codes
 DEVICE = open_device("auto")
 HOPPER = DEVICE.runs_kernels and current_target(DEVICE).hopper
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-PLAIN, WITH_ZEROS = ("int4", 128, "", 1), ("int4", 128, "zeros", 1)
-each_layout = pytest.mark.parametrize("layout", [PLAIN, WITH_ZEROS], ids=["plain", "zeros"])
+LAYOUTS = (
+    *(("int4", 128, "", 1), ("int4", 128, "zeros", 1), ("int4", 64, "", 1), ("int4", 64, "zeros", 1)),
+    ("nf4", 64, "", 1),
+)
+PLAIN = LAYOUTS[0]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: "-".join(map(str, each)))
 each_count = pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16])
 
 
@@ -165,8 +169,14 @@ def test_what_the_kernels_cannot_do_is_left_to_the_others() -> None:
     def codes(layout: Layout) -> Codes:
         return random_codes(128, 1024, layout)
 
-    assert can_sum(codes(PLAIN), x, 128, 1, target) and can_sum(codes(WITH_ZEROS), x, 128, 1, target)
-    for layout in (("int4", 64, "", 1), ("int4", 32, "lows", 1), ("int8", 0, "", 1), ("nf4", 64, "", 1)):
+    assert all(can_sum(codes(layout), x, 128, 1, target) for layout in LAYOUTS)
+    for layout in (
+        ("int4", 256, "", 1),
+        ("int4", 0, "", 1),
+        ("int8", 32, "", 1),
+        ("e2m1", 32, "", 1),
+        ("nf4", 128, "", 1),
+    ):
         assert not can_sum(codes(layout), x, 128, 1, target)
     plain = codes(PLAIN)
     assert not can_sum(plain, x, 120, 1, target), "rows that fill no tile"
