@@ -80,7 +80,11 @@ OF_EXPERTS = (
     *(CodeLayout("int4", 128), MXFP4, CodeLayout("e2m1", 0, extra="factors"), CodeLayout("nf4", 64)),
 )
 WIDE = (CodeLayout("int8", 0), CodeLayout("e4m3", 0))  # of heads
-OF_HOPPER = (CodeLayout("int4", 128), CodeLayout("int4", 128, extra="zeros"))  # of up to 16 tokens: `stored_hopper`
+# Of up to 16 tokens: `stored_hopper`.
+OF_HOPPER = (
+    *(CodeLayout("int4", 128), CodeLayout("int4", 128, extra="zeros"), CodeLayout("int4", 64)),
+    *(CodeLayout("int4", 64, extra="zeros"), CodeLayout("nf4", 64)),
+)
 K, ODD_K, LONG = 4096, 2944, 14336
 ROWS = {"gated": 28672, "wide": 128256}  # others 4096
 TOKENS = (1, 32, 64, 300)
@@ -103,7 +107,8 @@ def stored_configurations(target: Target) -> list[Configuration]:
         made.append(_product(target, F16, 1, layout, use))
     if target.hopper:
         for layout, use in product(OF_HOPPER, ("whole", "parts", "gated", "biased")):
-            made += [_product(target, BF16, 16, layout, use), _product(target, BF16, 1, layout, use, ODD_K)]
+            made += [_product(target, BF16, tokens, layout, use) for tokens in (1, 16)]
+            made.append(_product(target, BF16, 1, layout, use, ODD_K))
     return distinct(made)
 
 
@@ -115,7 +120,8 @@ def stored_project_configurations(target: Target) -> list[Configuration]:
     made = [_project(target, BF16, *each) for each in product(tokens, LAYOUTS, HEAD_SIZES, (False, True))]
     made += [_project(target, F16, 1, layout, 128, biased) for layout, biased in product(HALF, (False, True))]
     if target.hopper:
-        made += [_project(target, BF16, 16, *each) for each in product(OF_HOPPER, HEAD_SIZES, (False, True))]
+        for count in (1, 16):
+            made += [_project(target, BF16, count, *each) for each in product(OF_HOPPER, HEAD_SIZES, (False, True))]
     return distinct(made)
 
 
