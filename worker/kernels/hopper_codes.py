@@ -30,7 +30,7 @@ def can_sum(codes: Codes, x: torch.Tensor, results: int, halves: int, target: Ta
         target.hopper
         and target.chained  # not the interpreter, which does not know Gluon
         and not gluon_problem()
-        and len(x) <= TOKENS_MAX
+        and 0 < len(x) <= TOKENS_MAX
         and codes.group in KINDS.get(codes.kind, ())
         and codes.scaled_rows == 1
         and codes.span == codes.group // UNIT_COLUMNS

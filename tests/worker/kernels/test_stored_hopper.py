@@ -181,6 +181,7 @@ def test_what_the_kernels_cannot_do_is_left_to_the_others() -> None:
     plain = codes(PLAIN)
     assert not can_sum(plain, x, 120, 1, target), "rows that fill no tile"
     assert not can_sum(plain, x.expand(17, 3, 1024)[:, 0], 128, 1, target), "more tokens"
+    assert not can_sum(plain, x[:0], 128, 1, target), "no token"
     assert not can_sum(plain, torch.empty((3, 1028), device="meta", dtype=x.dtype)[:, :1024], 128, 1, target)
     assert not can_sum(plain, x, 128, 1, TARGETS["sm_80"]) and not can_sum(plain, x, 128, 1, TARGETS["gfx942"])
     assert not can_sum(plain, x, 128, 1, replace(target, chained=False)), "the interpreter"
