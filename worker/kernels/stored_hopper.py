@@ -33,7 +33,7 @@ from .stored_sum import TURNED
 from .stored_unpack import unpack_four
 
 REGISTERS = 64  # registers per thread of a program, on average
-# Of the copying warp, by the units of a step. With more for two units the products would wait for each other.
+# Registers of the copying warp, by the units of a step. With more for two units products would wait for each other.
 COPY_REGISTERS = {1: 32, 2: 24}
 # Turns in shared memory, by the units of a step and the tokens of a tile. One less for many programs of 8 tokens.
 TURNS = {(2, 8): 3, (2, 16): 4, (1, 8): 4, (1, 16): 4}

@@ -39,7 +39,7 @@ def _copy(
     rolled = rolled_step(tile, sizes)
     if OVERLAP and not DOWN:
         gdc_wait()
-    # Of DOWN they are ready: the kernel before has waited for them.
+    # With DOWN the experts are known: the kernel before has waited for them.
     first = gl.load(chosen + pair) * sizes.STEPS
     place = (first, 0, tile * NUMBERS, 0, pair if DOWN else 0)
     copy_first_weight((words, scales, zeros), place, rolled, buffers, sizes)
@@ -61,7 +61,8 @@ def _compute(
     if HAS_BIAS:
         i = gl.arange(0, ROWS, gl.SliceLayout(1, sizes.SUMS))
         rows = tile * NUMBERS + i % NUMBERS + i // NUMBERS * results
-        of_expert = gl.load(chosen + pair).to(gl.int64) * (2 * results if GATED else results)
+        expert = gl.maximum(gl.load(chosen + pair), 0).to(gl.int64)
+        of_expert = expert * (2 * results if GATED else results)
         total += gl.load(bias + of_expert + rows).to(gl.float32)[:, None]
     total = total.to(narrow).to(gl.float32)
     LAYOUT: gl.constexpr = halves_layout() if GATED else sizes.SUMS
@@ -110,7 +111,8 @@ def experts_hopper_kernel(
     """Multiply one token by its experts. Grid: [pairs x blocks of results, pairs first]. num_warps: 4.
 
     x: [k / 64, 1, 64], or [k / 64, pairs, 64] if DOWN. words: [experts x spans, halves, n / halves, words of a span],
-    halves: 2 if GATED. scales, zeros: [experts x groups, halves, n / halves]. chosen: [pairs] int32, the experts.
+    halves: 2 if GATED. scales, zeros: [experts x groups, halves, n / halves]. chosen: [pairs] int32, the experts;
+    AWAY lies outside of the weights, where the copy engine writes zeros.
     output: [pairs, results]. For the others see `stored_experts_kernel` and `stored_hopper_kernel`.
     """
     sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)

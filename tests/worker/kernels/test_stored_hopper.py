@@ -20,6 +20,7 @@ from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.hopper_codes import can_sum
+from kvforge.worker.kernels.router import AWAY
 from kvforge.worker.kernels.stored import Codes, StoredWeight
 
 from .test_stored import Layout, random_codes
@@ -146,6 +147,17 @@ def test_experts_of_one_token_have_the_bits_of_the_others(
     before = kernels.launches
     assert kernels.equal(lambda: kernels.operations.expert_parts(x, chosen, weights, matrices, SILU))
     assert kernels.launches == before + 2
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_an_expert_of_another_rank_changes_no_other(kernels: Kernels) -> None:
+    experts, hidden, inner, dtype = 4, 512, 256, torch.bfloat16
+    up, down = weight(2 * inner, hidden, PLAIN, dtype, experts), weight(hidden, inner, PLAIN, dtype, experts)
+    matrices = ExpertMatrices(up, numbers(experts, 2 * inner), down, numbers(experts, hidden))
+    x, chosen = numbers(1, hidden), torch.tensor([[2, AWAY, 0]], device=DEVICE.torch_device)
+    weights = torch.tensor([[0.5, 0.3, 0.2]], device=DEVICE.torch_device)
+    assert kernels.equal(lambda: kernels.operations.expert_parts(x, chosen, weights, matrices, SILU)[[0, 2]])
 
 
 @pytest.mark.gpu
