@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +26,9 @@ from kvforge.worker.kernels.fused import FusedOperations
 from kvforge.worker.kernels.hopper_codes import can_sum
 from kvforge.worker.kernels.router import AWAY
 from kvforge.worker.kernels.stored import Codes, StoredWeight
-
-from .test_stored import Layout, random_codes
+from tests.worker.kernels.launches import compiler_environment
+from tests.worker.kernels.test_stored import Layout, random_codes
+from tools.aot.results import VERSION
 
 DEVICE = open_device("auto")
 HOPPER = DEVICE.runs_kernels and current_target(DEVICE).hopper
@@ -197,3 +202,42 @@ def test_what_the_kernels_cannot_do_is_left_to_the_others() -> None:
     assert not can_sum(plain, torch.empty((3, 1028), device="meta", dtype=x.dtype)[:, :1024], 128, 1, target)
     assert not can_sum(plain, x, 128, 1, TARGETS["sm_80"]) and not can_sum(plain, x, 128, 1, TARGETS["gfx942"])
     assert not can_sum(plain, x, 128, 1, replace(target, chained=False)), "the interpreter"
+
+
+COMPILE = """
+import subprocess
+from pathlib import Path
+import torch
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
+from kvforge.worker.device.targets import TARGETS
+from tools.aot.specialise import gpu_target
+from tools.aot.stored import OF_HOPPER, _product
+
+target = TARGETS["sm_90"]
+for layout in OF_HOPPER:
+    made = _product(target, torch.bfloat16, 1, layout, "gated").specialisation
+    source = GluonASTSource(made.kernel, made.types, made.constants, made.attributes)
+    found = triton.compile(source, target=gpu_target(target), options=made.options).asm
+    path = Path(triton.knobs.cache.dir) / "few.cubin"
+    path.write_bytes(found["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    lines = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+    copies = found["ptx"].count("cp.async.bulk.tensor")
+    print(layout.extra == "zeros", lines.count("HGMMA"), lines.count("WARPGROUP.ARRIVE"), copies)
+"""
+
+
+@pytest.mark.skipif(version("triton") != VERSION, reason=f"what Triton {VERSION} makes of the kernel")
+def test_products_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """With too few registers each instruction waits for the one before: with 32 for the copying warp, not 24."""
+    command = [sys.executable, "-c", COMPILE]
+    environment = compiler_environment(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split() for line in done.stdout.splitlines()]
+    assert len(told) == 5
+    for zeros, products, waits, copies in told:
+        assert int(products) >= 8 and int(products) >= 4 * int(waits) > 0, told
+        # In the first turns and in the others: words, scales and x, and zeros where there are some.
+        assert int(copies) >= 2 * (4 if zeros == "True" else 3), told
