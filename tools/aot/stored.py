@@ -89,12 +89,48 @@ K, ODD_K, LONG = 4096, 2944, 14336
 ROWS = {"gated": 28672, "wide": 128256}  # others 4096
 TOKENS = (1, 32, 64, 300)
 EXPERTS, WIDTH = 8, 2
-INNER = 768  # of experts
+HIDDEN, INNER = 2048, 768  # of experts
+# Hidden and inner sizes in groups: even and odd numbers of steps, for few programs and for many.
+HOPPER_EXPERTS = ((32, 12), (33, 11), (320, 160), (321, 161))
 ODD_INNERS = (640, 1152)  # of 5 and 9 steps, with as many in a turn for one token as no even number has
 
 
 def stored_configurations(target: Target) -> list[Configuration]:
     """Return the configurations of `stored_kernel` on `target`."""
+    return _of("stored_kernel", _products(target))
+
+
+def hopper_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_hopper_kernel` on `target`."""
+    return _of("stored_hopper_kernel", _products(target))
+
+
+def stored_project_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_project_kernel` on `target`."""
+    return _of("stored_project_kernel", _projections(target))
+
+
+def hopper_project_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `project_hopper_kernel` on `target`."""
+    return _of("project_hopper_kernel", _projections(target))
+
+
+def stored_experts_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `stored_experts_kernel` on `target`."""
+    return _of("stored_experts_kernel", _mixtures(target))
+
+
+def hopper_experts_configurations(target: Target) -> list[Configuration]:
+    """Return the configurations of `experts_hopper_kernel` on `target`."""
+    return _of("experts_hopper_kernel", _mixtures(target))
+
+
+def _of(name: str, made: list[Configuration]) -> list[Configuration]:
+    """Return the configurations of the kernel of that name. Hopper has two for the same operations."""
+    return [each for each in made if each.specialisation.kernel.fn.__name__ == name]
+
+
+def _products(target: Target) -> list[Configuration]:
     if target.backend == "cuda" and not target.matrix:
         return []
     made: list[Configuration] = []
@@ -112,8 +148,7 @@ def stored_configurations(target: Target) -> list[Configuration]:
     return distinct(made)
 
 
-def stored_project_configurations(target: Target) -> list[Configuration]:
-    """Return the configurations of `stored_project_kernel` on `target`."""
+def _projections(target: Target) -> list[Configuration]:
     if target.backend == "cuda" and not target.matrix:
         return []
     tokens = TOKENS[:3] if target.hopper else TOKENS[:1]
@@ -125,8 +160,7 @@ def stored_project_configurations(target: Target) -> list[Configuration]:
     return distinct(made)
 
 
-def stored_experts_configurations(target: Target) -> list[Configuration]:
-    """Return the configurations of `stored_experts_kernel` on `target`."""
+def _mixtures(target: Target) -> list[Configuration]:
     if target.backend == "cuda" and not target.matrix:
         return []
     sizes = sorted({stored_block_tokens(pairs, EXPERTS, target) for pairs in (8, 80, 300, 4096)})
@@ -135,6 +169,8 @@ def stored_experts_configurations(target: Target) -> list[Configuration]:
         made += _experts(target, layout, tokens)
     for layout, inner in product(OF_EXPERTS, ODD_INNERS if target.hopper else ()):
         made += _experts(target, layout, 0, inner)
+    for layout, (hidden, inner) in product(OF_HOPPER, HOPPER_EXPERTS if target.hopper else ()):
+        made += _experts(target, layout, 0, inner * layout.group, hidden * layout.group)
     return distinct(made)
 
 
@@ -163,10 +199,12 @@ def _project(
     return _one(target, label, lambda: project_codes(launch, x, layout.codes(n, K), bias, angles, angles, layer, slots))
 
 
-def _experts(target: Target, layout: CodeLayout, tokens: int, inner: int = INNER) -> Iterator[Configuration]:
+def _experts(
+    target: Target, layout: CodeLayout, tokens: int, inner: int = INNER, hidden: int = HIDDEN
+) -> Iterator[Configuration]:
     """Yield both products. tokens: pairs of a block; 0: a single token. inner: size of an expert, but of gpt-oss."""
     is_oss, alone, rows = layout == MXFP4, tokens == 0, 1 if tokens == 0 else 2
-    hidden, inner = (2880, 2880) if is_oss else (2048, inner)
+    hidden, inner = (2880, 2880) if is_oss else (hidden, inner)
     chosen = meta_tensor(rows, WIDTH, dtype=torch.int32)
     pairs = Blocks(chosen, chosen, WIDTH, alone=True) if alone else Blocks(chosen, chosen, 4, alone=False)
     up, down = layout.codes(2 * inner, hidden, (EXPERTS,)), layout.codes(hidden, inner, (EXPERTS,))
@@ -174,7 +212,8 @@ def _experts(target: Target, layout: CodeLayout, tokens: int, inner: int = INNER
     gating = OSS_GATING if is_oss else Gating(SILU)
     x, inside = meta_tensor(rows, hidden, dtype=BF16), meta_tensor(rows * WIDTH, inner, dtype=BF16)
     weights = meta_tensor(rows, WIDTH, dtype=F32)
-    label = f"codes of experts {layout} {'one token' if alone else f'by {tokens}'}{f' {inner}' * (inner in ODD_INNERS)}"
+    sizes = f" {inner}" * (inner in ODD_INNERS) if hidden == HIDDEN else f" {hidden} {inner}"
+    label = f"codes of experts {layout} {'one token' if alone else f'by {tokens}'}{sizes}"
     launch, size = launched_on(target), max(16, tokens)
     yield _one(target, f"{label} up", lambda: stored_up(launch, x, up, biases[0], gating, pairs, WIDTH, size))
     yield _one(target, f"{label} down", lambda: stored_down(launch, inside, down, biases[1], weights, pairs, size))

@@ -331,6 +331,13 @@ KERNELS = (
     Kernel("kvforge.worker.kernels.stored_linear", "stored_kernel", StoredWeight.product, _stored),
     Kernel("kvforge.worker.kernels.stored_project", "stored_project_kernel", StoredWeight.product, _stored),
     Kernel("kvforge.worker.kernels.stored_experts", "stored_experts_kernel", PlainOperations.experts, _stored),
+    Kernel("kvforge.worker.kernels.stored_hopper_linear", "stored_hopper_kernel", StoredWeight.product, _stored, True),
+    Kernel(
+        "kvforge.worker.kernels.stored_hopper_project", "project_hopper_kernel", StoredWeight.product, _stored, True
+    ),
+    Kernel(
+        "kvforge.worker.kernels.stored_hopper_experts", "experts_hopper_kernel", PlainOperations.experts, _stored, True
+    ),
     Kernel("kvforge.worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling),
     Kernel("kvforge.worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling),

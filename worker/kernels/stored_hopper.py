@@ -33,7 +33,7 @@ from .stored_sum import TURNED
 from .stored_unpack import unpack_four
 
 REGISTERS = 64  # registers per thread of a program, on average
-# Registers of the copying warp, by the units of a step. With more for two units products would wait for each other.
+# Registers of the copying warp, by the units of a step. More for two units make products wait for each other.
 COPY_REGISTERS = {1: 32, 2: 24}
 # Turns in shared memory, by the units of a step and the tokens of a tile. One less for many programs of 8 tokens.
 TURNS = {(2, 8): 3, (2, 16): 4, (1, 8): 4, (1, 16): 4}
@@ -49,6 +49,7 @@ class Sizes:
 
     CODE: of the weight. UNITS: of a step. ZEROS: whether groups have codes of 0. STEPS: of a sum. TOGETHER: steps of a
     turn. TURNS: turns in shared memory. TOKENS: of a tile. HALF: whether x is float16. COLUMNS: words of a row's step.
+    FIRST_TURNS: turns that are copied before any is read.
     """
 
     CODE: gl.constexpr
@@ -61,6 +62,7 @@ class Sizes:
     TOKENS: gl.constexpr
     HALF: gl.constexpr
     COLUMNS: gl.constexpr
+    FIRST_TURNS: gl.constexpr
     NARROW: gl.constexpr
     FIRST: gl.constexpr
     SUMS: gl.constexpr
@@ -72,6 +74,7 @@ class Sizes:
         self.STEPS, self.TOGETHER, self.TURNS = gl.constexpr(STEPS), gl.constexpr(TOGETHER), gl.constexpr(TURNS)
         self.TOKENS, self.HALF = gl.constexpr(TOKENS), gl.constexpr(HALF)
         self.COLUMNS = gl.constexpr(UNITS * WORDS)
+        self.FIRST_TURNS = gl.constexpr(min(TURNS, STEPS // TOGETHER))
         self.NARROW = gl.constexpr(gl.float16 if HALF else gl.bfloat16)
         self.FIRST = gl.constexpr(1024 if HALF else 128)  # see `unpack_four`
         sums = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -187,19 +190,19 @@ def copy_first_weight(sources, place, rolled, buffers, sizes):
     sources: descriptors of words, scales and zeros. place: the span of the sum's first step, the half and the row of
     its tile's first row (see `described`), the sum's first step of x, and the first token. rolled: see `rolled_step`.
     """
-    for turn in range(sizes.TURNS):
+    for turn in range(sizes.FIRST_TURNS):
         _copy_weight(sources, place, _wrapped(rolled + turn * sizes.TOGETHER, sizes), turn, buffers, sizes)
 
 
 @gluon.jit
 def copy_rest(sources, x, place, rolled, buffers, sizes):
     """Copy everything behind `copy_first_weight`."""
-    for turn in range(sizes.TURNS):
+    for turn in range(sizes.FIRST_TURNS):
         _copy_x(x, place, _wrapped(rolled + turn * sizes.TOGETHER, sizes), turn, buffers, sizes)
     slot = 0
     phase = 0
-    start = _wrapped(rolled + sizes.TURNS * sizes.TOGETHER, sizes)
-    for _ in range(sizes.TURNS, sizes.STEPS // sizes.TOGETHER):
+    start = _wrapped(rolled + sizes.FIRST_TURNS * sizes.TOGETHER, sizes)
+    for _ in range(sizes.FIRST_TURNS, sizes.STEPS // sizes.TOGETHER):
         mbarrier.wait(buffers.empty.index(slot), phase)
         _copy_weight(sources, place, start, slot, buffers, sizes)
         _copy_x(x, place, start, slot, buffers, sizes)
@@ -298,17 +301,31 @@ def exchange_layout():
 
 @dataclass(frozen=True)
 class Described:
-    """What a launch needs of a weight and of x: tensor descriptors, and constants of its kernel."""
+    """What a launch needs of a weight and of x: tensor descriptors, and constants; for these see `Sizes`.
+
+    registers: of the copying warp.
+    """
 
     words: TensorDescriptor
     scales: TensorDescriptor
     zeros: TensorDescriptor
     x: TensorDescriptor
-    constants: dict[str, int | bool | str]
+    units: int
+    together: int
+    turns: int
+    tokens: int
+    registers: int
 
 
 def described(
-    x: torch.Tensor, codes: Codes, halves: int, rows: int, steps: int, programs: int, target: Target
+    x: torch.Tensor,
+    codes: Codes,
+    halves: int,
+    rows: int,
+    steps: int,
+    programs: int,
+    target: Target,
+    alone: bool = False,
 ) -> Described:
     """Describe a weight and x for a launch.
 
@@ -320,9 +337,10 @@ def described(
         steps: Steps of a sum.
         programs: Programs of the launch.
         target: The GPU.
+        alone: Whether a tile has one token, whatever x has.
     """
     tokens, k = x.shape
-    n, narrow, units = codes.shape[-2], 8 if tokens <= 8 else 16, codes.group // UNIT_COLUMNS
+    n, narrow, units = codes.shape[-2], 8 if tokens <= 8 or alone else 16, codes.group // UNIT_COLUMNS
     box = [1, rows, ROWS.value // rows]
     scales = codes.scales.view(-1, halves, n // halves)
     of_scales = TensorDescriptor.from_tensor(scales, box, gl.NVMMASharedLayout(0, 32, 3))
@@ -334,24 +352,17 @@ def described(
     of_x = x.as_strided((k // UNIT_COLUMNS, tokens, UNIT_COLUMNS), (UNIT_COLUMNS, stride, 1))
     together = 2 if steps % 2 == 0 and units * narrow <= 16 else 1
     is_many = programs > 2 * target.multiprocessors
-    constants: dict[str, int | bool | str] = {
-        "CODE": codes.code,
-        "UNITS": units,
-        "ZEROS": codes.zeros is not None,
-        "STEPS": steps,
-        "TOGETHER": together,
-        "TURNS": min(TURNS[units, narrow] - (is_many and narrow == 8), steps // together),
-        "TOKENS": narrow,
-        "HALF": x.dtype == torch.float16,
-        "REGISTERS": COPY_REGISTERS[units],
-    }
     words = codes.words.view(-1, halves, n // halves, units * WORDS)
     return Described(
-        TensorDescriptor.from_tensor(words, [*box, units * WORDS], gl.NVMMASharedLayout(2 * units * WORDS, 16, 4)),
-        of_scales,
-        of_zeros,
-        TensorDescriptor.from_tensor(
-            of_x, [units, narrow, UNIT_COLUMNS], gl.NVMMASharedLayout(2 * UNIT_COLUMNS, 16, 3)
+        words=TensorDescriptor.from_tensor(
+            words, [*box, units * WORDS], gl.NVMMASharedLayout(2 * units * WORDS, 16, 4)
         ),
-        constants,
+        scales=of_scales,
+        zeros=of_zeros,
+        x=TensorDescriptor.from_tensor(of_x, [units, narrow, UNIT_COLUMNS], gl.NVMMASharedLayout(128, 16, 3)),
+        units=units,
+        together=together,
+        turns=TURNS[units, narrow] - (is_many and narrow == 8),
+        tokens=narrow,
+        registers=COPY_REGISTERS[units],
     )

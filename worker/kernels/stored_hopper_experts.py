@@ -113,7 +113,7 @@ def experts_hopper_kernel(
     x: [k / 64, 1, 64], or [k / 64, pairs, 64] if DOWN. words: [experts x spans, halves, n / halves, words of a span],
     halves: 2 if GATED. scales, zeros: [experts x groups, halves, n / halves]. chosen: [pairs] int32, the experts;
     AWAY lies outside of the weights, where the copy engine writes zeros.
-    output: [pairs, results]. For the others see `stored_experts_kernel` and `stored_hopper_kernel`.
+    output: [pairs, results]. Others: see `stored_experts_kernel` and `stored_hopper_kernel`.
     """
     sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
     buffers = allocate(sizes)
@@ -157,13 +157,13 @@ def multiply_alone(
         factors: [1, pairs] float32, factors of the output without `gating`.
         gating: How the product becomes the input of the next one; None: it is the last one.
         pairs: The pairs.
-        output: Of pairs.count x results numbers, contiguous, receives the result.
+        output: pairs.count x results numbers, contiguous, receives the result.
         steps: Steps of a sum.
     """
     results, gated = output.shape[-1], gating is not None and gating.gated
     tile = HALF_ROWS.value if gated else ROWS.value
     halves, programs = 2 if gated else 1, pairs.count * (results // tile)
-    of = described(x, codes, halves, halves, steps, programs, launch.target)
+    of = described(x, codes, halves, halves, steps, programs, launch.target, alone=True)
     experts_hopper_kernel[(programs,)](
         of.x,
         of.words,
@@ -177,7 +177,15 @@ def multiply_alone(
         results,
         0.0 if gating is None else gating.activation.alpha,
         0.0 if gating is None else gating.activation.limit,
-        **of.constants,
+        CODE=codes.code,
+        UNITS=of.units,
+        ZEROS=codes.zeros is not None,
+        STEPS=steps,
+        TOGETHER=of.together,
+        TURNS=of.turns,
+        TOKENS=of.tokens,
+        HALF=x.dtype == torch.float16,
+        REGISTERS=of.registers,
         DOWN=gating is None,
         HAS_BIAS=bias is not None,
         GATED=gated,

@@ -96,7 +96,7 @@ def stored_hopper_kernel(
     """Multiply x by a weight. Grid: [blocks of results, parts]. num_warps: 4.
 
     x: [k / 64, tokens, 64]. words: [spans, halves, n / halves, words of a span], halves: 2 if GATED. scales, zeros:
-    [groups, halves, n / halves]. For the others see `stored_kernel` and `Sizes`. REGISTERS: of the copying warp.
+    [groups, halves, n / halves]. Others: see `stored_kernel` and `Sizes`. REGISTERS: of the copying warp.
     """
     sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
     buffers = allocate(sizes)
@@ -156,7 +156,15 @@ def multiply_few(
         results,
         0.0 if activation is None else activation.alpha,
         0.0 if activation is None else activation.limit,
-        **of.constants,
+        CODE=codes.code,
+        UNITS=of.units,
+        ZEROS=codes.zeros is not None,
+        STEPS=steps,
+        TOGETHER=of.together,
+        TURNS=of.turns,
+        TOKENS=of.tokens,
+        HALF=x.dtype == torch.float16,
+        REGISTERS=of.registers,
         HAS_BIAS=bias is not None,
         GATED=gated,
         KIND="" if activation is None else activation.kind,

@@ -118,7 +118,7 @@ def project_hopper_kernel(
     """Project, rotate and store. Grid: [(heads + 2 kv_heads) x HEAD_SIZE / ROWS]. num_warps: 4.
 
     x: [k / 64, tokens, 64]. words: [spans, two halves of each head, HEAD_SIZE / 2, words of a span]. scales, zeros:
-    [groups, two halves of each head, HEAD_SIZE / 2]. For the others see `project_kernel` and `stored_hopper_kernel`.
+    [groups, two halves of each head, HEAD_SIZE / 2]. Others: see `project_kernel` and `stored_hopper_kernel`.
     """
     TILES: gl.constexpr = HEAD_SIZE // ROWS  # of a head
     sizes = Sizes(CODE, UNITS, ZEROS, STEPS, TOGETHER, TURNS, TOKENS, HALF)
@@ -187,7 +187,15 @@ def project_few(
         tokens,
         heads,
         kv_heads,
-        **of.constants,
+        CODE=codes.code,
+        UNITS=of.units,
+        ZEROS=codes.zeros is not None,
+        STEPS=steps,
+        TOGETHER=of.together,
+        TURNS=of.turns,
+        TOKENS=of.tokens,
+        HALF=x.dtype == torch.float16,
+        REGISTERS=of.registers,
         HAS_BIAS=bias is not None,
         HEAD_SIZE=head_size,
         num_warps=4,

@@ -16,6 +16,7 @@ from .activations import SILU
 from .code_tables import CODES, pack, unit_columns
 from .expert_loop import ExpertMatrices
 from .fused import FusedOperations
+from .hopper_codes import KINDS, TOKENS_MAX
 from .interface import LayerOperations
 from .plain import PlainOperations
 from .selftest import TOLERANCE
@@ -35,8 +36,6 @@ GROUPS = {  # by `Codes.kind`: columns of a group; 0: all
     "int8 with lows": 16,
     "int4 with lows": 32,
 }
-# Steps of two units, which only kernels of Hopper's distinguish; and the hidden size that goes with them.
-HOPPER_GROUPS, HOPPER_HIDDEN = {"int4": 128}, 256
 HEADS, HEAD_SIZE = (2, 1, 1), 64  # of Q, K and V
 SIZES = {1: (192, 256), 3: (128, 128)}  # hidden and inner size, by the number of experts
 
@@ -50,15 +49,26 @@ def stored_test(kinds: Collection[str], dtype: torch.dtype, device: Device, with
         GpuError: The device failed.
     """
     operations = FusedOperations(device)
-    on_hopper = HOPPER_GROUPS if operations.target.hopper else {}
-    cases = [(kind, GROUPS[kind], SIZES[1]) for kind in kinds]
-    cases += [(kind, on_hopper[kind], (HOPPER_HIDDEN, SIZES[1][1])) for kind in kinds if kind in on_hopper]
-    for kind, group, sizes in cases:
-        for tokens in TOKENS:
-            shape = f"{tokens} tokens, {kind} in groups of {group or 'a row'}, {str(dtype).removeprefix('torch.')}"
-            for kernel, compare in _comparisons(operations, kind, group, sizes, tokens, dtype, device.torch_device):
-                if with_experts or kernel != EXPERTS:
-                    require_right(device, kernel, shape, compare, WAY_OUT)
+    for kind, group, sizes, tokens in _cases(kinds, operations.target.hopper):
+        shape = f"{tokens} tokens, {kind} in groups of {group or 'a row'}, {str(dtype).removeprefix('torch.')}"
+        for kernel, compare in _comparisons(operations, kind, group, sizes, tokens, dtype, device.torch_device):
+            if with_experts or kernel != EXPERTS:
+                require_right(device, kernel, shape, compare, WAY_OUT)
+
+
+def _cases(kinds: Collection[str], hopper: bool) -> Iterator[tuple[str, int, tuple[int, int], int]]:
+    """Yield kinds with columns of a group, hidden and inner size, and tokens.
+
+    On Hopper few tokens of some kinds have kernels of their own, for each of their groups, and more tokens the others.
+    """
+    hidden, inner = SIZES[1]
+    for kind in kinds:
+        of_hopper = KINDS.get(kind, ()) if hopper else ()
+        for tokens in (*TOKENS, TOKENS_MAX + 1) if of_hopper else TOKENS:
+            yield kind, GROUPS[kind], (hidden, inner), tokens
+        for group in of_hopper:
+            if group != GROUPS[kind]:
+                yield kind, group, (2 * group, inner), TOKENS[0]
 
 
 def _comparisons(
