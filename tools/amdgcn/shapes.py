@@ -202,13 +202,9 @@ def _sort(tokens: int, width: int, experts: int, emulated: Emulated) -> str:
 
 def _codes(kernel: str, code: str, group: int, tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:
     device = emulated.device(304)
-    with patch.object(stored_selftest, "SIZES", {1: (128, 128), 3: (64, 64)}):
-        sizes = stored_selftest.SIZES[1]
-        found = dict(
-            stored_selftest._comparisons(
-                FusedOperations(device), code, group, sizes, tokens, dtype, device.torch_device
-            )
-        )
+    sizes, operations = (128, 128), FusedOperations(device)
+    with patch.object(stored_selftest, "SIZES", {1: sizes, 3: (64, 64)}):
+        found = dict(stored_selftest._comparisons(operations, code, group, sizes, tokens, dtype, device.torch_device))
         return found[kernel]()
 
 

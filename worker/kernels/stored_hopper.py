@@ -55,7 +55,6 @@ class Sizes:
     CODE: gl.constexpr
     UNITS: gl.constexpr
     ZEROS: gl.constexpr
-
     STEPS: gl.constexpr
     TOGETHER: gl.constexpr
     TURNS: gl.constexpr

@@ -191,6 +191,5 @@ def multiply_alone(
         GATED=gated,
         KIND="" if gating is None else gating.activation.kind,
         num_warps=4,
-        maxnreg=REGISTERS,
-        **launch_options(launch.overlap),
+        **(launch_options(launch.overlap) | {"maxnreg": REGISTERS}),
     )

@@ -169,6 +169,5 @@ def multiply_few(
         GATED=gated,
         KIND="" if activation is None else activation.kind,
         num_warps=4,
-        maxnreg=REGISTERS,
-        **launch_options(launch.overlap),
+        **(launch_options(launch.overlap) | {"maxnreg": REGISTERS}),
     )

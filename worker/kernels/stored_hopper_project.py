@@ -199,6 +199,5 @@ def project_few(
         HAS_BIAS=bias is not None,
         HEAD_SIZE=head_size,
         num_warps=4,
-        maxnreg=REGISTERS,
-        **launch_options(launch.overlap),
+        **(launch_options(launch.overlap) | {"maxnreg": REGISTERS}),
     )
