@@ -16,10 +16,11 @@ import torch
 pytest.importorskip("triton")
 
 from kvforge.worker.attention import KvLayer
+from kvforge.worker.attention.prefill_plan import gluon_problem
 from kvforge.worker.device.device import open_device
 from kvforge.worker.device.target import Target
 from kvforge.worker.device.targets import TARGETS, current_target
-from kvforge.worker.kernels import stored_experts, stored_linear, stored_project
+from kvforge.worker.kernels import hopper_codes, stored_experts, stored_linear, stored_project
 from kvforge.worker.kernels.activations import SILU, Activation
 from kvforge.worker.kernels.expert_loop import ExpertMatrices
 from kvforge.worker.kernels.fused import FusedOperations
@@ -180,7 +181,7 @@ def test_a_broken_row_changes_no_other(kernels: Kernels) -> None:
     assert bool(found[3].isnan().all())
 
 
-def test_what_the_kernels_cannot_do_is_left_to_the_others() -> None:
+def test_what_the_kernels_cannot_do_is_left_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     target, x = TARGETS["sm_90"], torch.empty((3, 1024), dtype=torch.bfloat16, device="meta")
 
     def codes(layout: Layout) -> Codes:
@@ -202,6 +203,8 @@ def test_what_the_kernels_cannot_do_is_left_to_the_others() -> None:
     assert not can_sum(plain, torch.empty((3, 1028), device="meta", dtype=x.dtype)[:, :1024], 128, 1, target)
     assert not can_sum(plain, x, 128, 1, TARGETS["sm_80"]) and not can_sum(plain, x, 128, 1, TARGETS["gfx942"])
     assert not can_sum(plain, x, 128, 1, replace(target, chained=False)), "the interpreter"
+    monkeypatch.setattr(hopper_codes, "gluon_problem", lambda: gluon_problem("4.0.0"))
+    assert not can_sum(plain, x, 128, 1, target), "a Triton with an unknown Gluon"
 
 
 COMPILE = """
