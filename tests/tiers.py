@@ -84,10 +84,11 @@ FOLDERS = {
         "tests/kvforge/process",
         "tests/loadtest/command",
     ),
-    "soak": ("tests/amdgcn",),
+    "soak": ("tests/amdgcn", "tests/ptx"),
 }
 EXCEPTIONS = {
     "tests/amdgcn/test_machine.py": "torch",
+    "tests/ptx/test_machine.py": "torch",
     "tests/chaos/test_background.py": "soak",
     "tests/chaos/test_chaos.py": "soak",
     "tests/chaos/test_conversations.py": "soak",
