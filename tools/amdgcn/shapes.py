@@ -130,6 +130,20 @@ def attention_over_latents(quick: bool) -> Iterator[tuple[str, Run]]:
             yield name, partial(_attend, kernel, shape, dtype, kv_dtype, rows)
 
 
+def hopper(quick: bool) -> Iterator[tuple[str, Run]]:
+    """Yield the checks of kernels for Hopper alone."""
+    for group, tokens in ((128, 1), (64, 16)) if quick else ((128, 1), (128, 16), (64, 16), (128, 17)):
+        for kernel in ("product", "projection", "experts"):
+            count = 1 if kernel == "experts" and tokens <= 16 else tokens
+            name = f"{kernel} on Hopper with int4 in groups of {group}, {count} tokens"
+            # So many steps that each place in shared memory is filled more than twice.
+            yield name, partial(_codes, f"{kernel} with codes", "int4", group, count, BF16, 18 * group)
+    shape = selftest.AttentionShape(16, 1, 576, AttentionOptions(0.1), latent=512)
+    for kernel in ("decode",) if quick else ("decode", "prefill"):
+        name = f"{kernel} on Hopper of latents of 512 numbers"
+        yield name, partial(_attend, kernel, shape, BF16, BF16, (((0, 0), (3, 2)), ((0, 0, 3), (1, 3, 9))))
+
+
 def latents(quick: bool) -> Iterator[tuple[str, Run]]:
     """Yield the checks of a layer's operations around attention over latents."""
     for tokens, dtype in ((3, BF16),) if quick else ((3, BF16), (20, F16), (3, F32)):
@@ -172,7 +186,7 @@ def codes(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
                 1 if kernel == "experts" else min(tokens, 16) if kernel == "projection" else tokens
             )  # a single token's experts need no sort
             name = f"{kernel} with codes {code}{f' in groups of {group}' * (group > 0)} {_name(dtype)} {count} tokens"
-            yield name, partial(_codes, f"{kernel} with codes", code, group, count, dtype)
+            yield name, partial(_codes, f"{kernel} with codes", code, group, count, dtype, 128)
 
 
 def sorts(quick: bool) -> Iterator[tuple[str, Run]]:
@@ -200,10 +214,10 @@ def _sort(tokens: int, width: int, experts: int, emulated: Emulated) -> str:
     return "" if right and ordered else "differs from the reference"
 
 
-def _codes(kernel: str, code: str, group: int, tokens: int, dtype: torch.dtype, emulated: Emulated) -> str:
+def _codes(kernel: str, code: str, group: int, tokens: int, dtype: torch.dtype, hidden: int, emulated: Emulated) -> str:
     device = emulated.device(304)
-    sizes, operations = (128, 128), FusedOperations(device)
-    with patch.object(stored_selftest, "SIZES", {1: sizes, 3: (64, 64)}):
+    sizes, operations, few = (hidden, 128), FusedOperations(device), max(64, group)
+    with patch.object(stored_selftest, "SIZES", {1: sizes, 3: (few, few)}):
         found = dict(stored_selftest._comparisons(operations, code, group, sizes, tokens, dtype, device.torch_device))
         return found[kernel]()
 

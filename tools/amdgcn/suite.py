@@ -1,4 +1,4 @@
-"""The worker's self-tests and further checks, with its kernels interpreted for AMD GPUs.
+"""The worker's self-tests and further checks, with its kernels interpreted for AMD GPUs; `tools.ptx.suite`: NVIDIA's.
 
     python -m tools.amdgcn.suite [--target gfx942 ...] [--only "decode bf16"] [--order mixed --seed 1] [--quick]
 
@@ -27,8 +27,33 @@ from .checks import Fault, Unsupported
 from .driver import Emulated
 
 NAMES = [name for name, target in TARGETS.items() if target.backend == "hip"]
-WHOLE = ("gfx942", "gfx1100")  # --quick runs more checks for these targets
+WHOLE = ("gfx942", "gfx1100", "sm_90")  # --quick runs more checks for these targets
 SLOWEST = {"gfx1100": ("mixed-batch ", "sampling, ")}  # --quick skips these here; gfx942 covers them
+
+# torch multiplies on Turing, and attends over latents.
+OF_TORCH = {
+    "sm_75": (
+        *("projection bf16 ", "projection fp16 ", "projection into the cache ", "output ", "vocabulary head "),
+        *("write of latents ", "decode of latents ", "prefill of latents "),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What a suite runs on.
+
+    Attributes:
+        module: the suite's.
+        names: its targets.
+        orders: how waves, or copies, may follow each other.
+        make: from a target, an order and a seed.
+    """
+
+    module: str
+    names: list[str]
+    orders: tuple[str, ...]
+    make: Callable[[str, str, int], Emulated]
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,7 @@ class Check:
 
 def checks(target: str, quick: bool) -> Iterator[Check]:
     """Yield the checks for a target: all, or with `quick` a minute's worth over all targets."""
-    left_out = SLOWEST.get(target, ()) if quick else ()
+    left_out = OF_TORCH.get(target, ()) + (SLOWEST.get(target, ()) if quick else ())
     yield from (check for check in _all(target, quick) if not check.name.startswith(left_out))
 
 
@@ -49,6 +74,9 @@ def _all(target: str, quick: bool) -> Iterator[Check]:
     whole = target in WHOLE
     for name, run in (*shapes.attention(quick, whole), *shapes.layers(quick, whole), *shapes.codes(quick, whole)):
         yield Check(name, run)
+    if TARGETS[target].hopper:
+        for name, run in shapes.hopper(quick):
+            yield Check(name, run)
     for name, run in shapes.sorts(quick):
         yield Check(name, run)
     if not quick or target in WHOLE:
@@ -77,30 +105,34 @@ def outcome(check: Check, emulated: Emulated) -> str:
     return "; ".join(filter(None, (problem, *found)))
 
 
-def main() -> int:
+AMD = Interpreter("tools.amdgcn.suite", NAMES, ("up", "down", "mixed"), Emulated)
+
+
+def main(interpreter: Interpreter = AMD) -> int:
     """Run the selected checks on each target and return the exit status."""
-    parser = argparse.ArgumentParser(description="Run the worker's kernels for AMD GPUs on an interpreter.")
-    parser.add_argument("--target", nargs="+", choices=NAMES, default=NAMES)
+    names, orders = interpreter.names, interpreter.orders
+    parser = argparse.ArgumentParser(description="Run the worker's kernels for absent GPUs on an interpreter.")
+    parser.add_argument("--target", nargs="+", choices=names, default=names)
     parser.add_argument("--only", default="", help="run only checks with this text in their name")
-    parser.add_argument("--order", choices=("up", "down", "mixed"), default="up", help="order of waves and workgroups")
+    parser.add_argument("--order", choices=orders, default=orders[0], help="order of waves, or when copies end")
     parser.add_argument("--seed", type=int, default=0, help="seed of the mixed order")
     parser.add_argument("--quick", action="store_true", help="run a selection of about a minute")
     arguments = parser.parse_args()
     if len(arguments.target) == 1:
-        return _run(arguments.target[0], arguments)
+        return _run(arguments.target[0], arguments, interpreter)
     # One process per target: after compiling for gfx950, Triton 3.6 emits some of its instructions for other targets.
     options = ["--only", arguments.only, "--order", arguments.order, "--seed", str(arguments.seed)]
-    command = [sys.executable, "-m", "tools.amdgcn.suite", *options, *["--quick"] * arguments.quick, "--target"]
+    command = [sys.executable, "-m", interpreter.module, *options, *["--quick"] * arguments.quick, "--target"]
     return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)
 
 
-def _run(target: str, arguments: argparse.Namespace) -> int:
+def _run(target: str, arguments: argparse.Namespace, interpreter: Interpreter) -> int:
     wrong = 0
     with contextlib.ExitStack() as stack:
         if "TRITON_CACHE_DIR" not in os.environ:
             cache = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(patch.dict(os.environ, {"TRITON_CACHE_DIR": cache}))
-        emulated = stack.enter_context(Emulated(target, arguments.order, arguments.seed))
+        emulated = stack.enter_context(interpreter.make(target, arguments.order, arguments.seed))
         for check in checks(target, arguments.quick):
             if arguments.only not in check.name:
                 continue
