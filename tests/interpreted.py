@@ -2,7 +2,8 @@
 
 A kernel's module decides at its import whether the kernel is interpreted. Every conftest of tests with kernels
 therefore imports this first, because one process imports the test modules of several folders in the order of their
-names. Child processes do not inherit the setting: a `kvforge up` in a test gets a user's environment.
+names. With KVFORGE_EMULATED, an emulated GPU takes the interpreter's place (see `tests/emulated.py`). Child processes
+do not inherit the setting: a `kvforge up` in a test gets a user's environment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from tests import blas_threads
+from tests import blas_threads, emulated
 
 # The interpreter multiplies with numpy. Each further thread of OpenBLAS spins for a while behind every product.
 blas_threads.set_count(1)
@@ -24,7 +25,9 @@ with pytest.MonkeyPatch.context() as without_hook:
     without_hook.setattr(sys, "addaudithook", lambda _hook: None)
     import filelock  # noqa: F401
 
-if not torch.cuda.is_available():
+if emulated.TARGET:
+    emulated.enter()
+elif not torch.cuda.is_available():
     with contextlib.suppress(ImportError), pytest.MonkeyPatch.context() as environment:
         environment.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported
         from triton import knobs
