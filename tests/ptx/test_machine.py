@@ -106,7 +106,7 @@ def test_memory_outside_is_refused() -> None:
 
 
 def test_an_unknown_instruction_is_refused_once_it_is_executed() -> None:
-    program = Program(TEXT.format(threads=32, body="@%p1 tcgen05.alloc.b32 [%r2], 32;"))
+    program = Program(TEXT.format(threads=32, body="@%p1 tcgen05.shift.cta_group::1.down [%r2];"))
     assert len(program.unknown) == 1
     arguments = bytes(144)
     with pytest.raises(Unsupported, match="tcgen05"):
@@ -199,7 +199,7 @@ def test_a_box_that_nothing_waits_for_is_not_there() -> None:
         run(BOX.format(bytes=1024) + read, result, result, shared=4096, boxes=box_of(numbers, 3), read=numbers)
     with pytest.raises(Fault, match="wait forever"):
         run(BOX.format(bytes=1040) + WAIT, result, result, shared=4096, boxes=box_of(numbers, 3), read=numbers)
-    with pytest.raises(Fault, match="ends while boxes are under way"):
+    with pytest.raises(Fault, match="ends while copies are under way"):
         run(BOX.format(bytes=1024), result, result, shared=4096, boxes=box_of(numbers, 3), read=numbers)
 
 
@@ -277,6 +277,35 @@ def test_tiles_go_to_shared_memory_and_back() -> None:
     run(body + load.format(trans=".trans"), numbers, result, shared=128)
     whole = numbers.view(np.uint16).reshape(8, 8)
     assert (result.view(np.uint16).reshape(8, 8) == whole.T).all()
+
+
+ALLOCATED = """
+mov.b32 %r20, global_smem;
+setp.lt.u32 %p1, %r1, 32;
+@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r20], 32;
+bar.sync 0;
+ld.shared.b32 %r21, [%r20];
+and.b32 %r22, %r1, 96;
+shl.b32 %r22, %r22, 16;
+add.s32 %r22, %r22, %r21;
+"""
+
+
+def test_warps_reach_their_lanes_of_tensor_memory() -> None:
+    """Two columns of a lane, written as such, are read as one column each by the two halves of a warp."""
+    numbers, result = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
+    write = "add.s32 %r3, %r1, 1000; tcgen05.st.sync.aligned.32x32b.x2.b32 [%r22 + 0], {%r1, %r3};"
+    read = "tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r4}, [%r22 + 0], 1; st.global.b32 [%rd5], %r4;"
+    free = "bar.sync 0; @%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r21, 32;"
+    run(ALLOCATED + write + read + free, numbers, result, threads=128, shared=16)
+    lane = numbers % 32
+    assert (result == np.where(lane < 16, numbers, numbers - 16 + 1000)).all()
+    with pytest.raises(Fault, match="outside the allocated"):
+        run(ALLOCATED + write.replace("+ 0", "+ 31"), numbers, result, threads=128, shared=16)
+    with pytest.raises(Fault, match="not allocated"):
+        run(ALLOCATED + free.replace("%r21", "64"), numbers, result, threads=128, shared=16)
+    with pytest.raises(Fault, match="columns of tensor memory"):
+        run(ALLOCATED.replace("[%r20], 32", "[%r20], 48"), numbers, result, threads=128, shared=16)
 
 
 def test_more_arrivals_than_a_barrier_counts_are_refused() -> None:

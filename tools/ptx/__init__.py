@@ -1,4 +1,4 @@
-"""Interpreter for the PTX that Triton emits: runs kernels for NVIDIA's Hopper on a machine without a GPU.
+"""Interpreter for the PTX that Triton emits: runs kernels for NVIDIA GPUs on a machine without one.
 
 The semantics follow NVIDIA's PTX ISA. Triton's launcher specialises and compiles as on the real machine (`driver`), so
 kernels run through their launchers, on torch's CPU tensors. Triton gives PTX to NVIDIA's assembler, and the
@@ -26,6 +26,7 @@ instruction that no kernel has needed so far raises `Unsupported` with its text;
     unit         warps that run together                arithmetic, floats, conversions   of one lane each
     lanes        exchanges between lanes                barriers     barriers, and boxes of the copy engine
     memory       global and shared memory               matrix       wgmma, mma, ldmatrix, stmatrix
+    tensor       Blackwell's tensor memory (tcgen05)
     machine      programs, blocks, the order of warps   driver       Triton's driver
     suite        kernels against their references       planted      faults that the suite must see
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -144,7 +145,7 @@ def build_box(i: Instruction) -> Code:
                 raise Fault("a box of no descriptor")
             first = tuple(int(spread(each(u), lanes)[lane]) for each in places)
             box = Box(descriptor, first, int(spread(to(u), lanes)[lane]), int(spread(barrier(u), lanes)[lane]))
-            u.block.begin(u, box)
+            u.block.begin(partial(write_box, u, box))
 
     return begin
 

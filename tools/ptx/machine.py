@@ -11,10 +11,11 @@ import numpy as np
 from tools.amdgcn.checks import Fault, Unsupported
 from tools.amdgcn.values import Array
 
-from . import arithmetic, barriers, conversions, lanes, matrix, memory
-from .barriers import Barrier, Box, Descriptor
+from . import arithmetic, barriers, conversions, lanes, matrix, memory, tensor
+from .barriers import Barrier, Descriptor
 from .memory import Global, Shared
 from .operands import PARAMETERS, source
+from .tensor import TensorMemory
 from .text import Instruction, Kernel, Register, parse
 from .unit import LANES, Code, Unit
 
@@ -30,6 +31,7 @@ _BUILDERS: dict[str, Callable[[Instruction], Code]] = {
     "cvt": conversions.build,
     "wgmma": matrix.wgmma,
     "mma": matrix.mma,
+    "tcgen05": tensor.build,
     "shfl": lanes.shuffle,
     "elect": lanes.elect,
     "vote": lanes.vote,
@@ -153,7 +155,8 @@ class Block:
         self.memory, self.arguments, self.descriptors = launched.memory, launched.arguments, launched.descriptors
         self.random = np.random.default_rng((launched.seed, *number))
         self.shared, self.barriers = Shared(size, self.random), dict[int, Barrier]()
-        self._order, self._boxes, self._met = launched.order, list[tuple[Unit, Box]](), dict[int, int]()
+        self._order, self._jobs, self._met = launched.order, list[Callable[[], None]](), dict[int, int]()
+        self.tensor = TensorMemory(self.random)
         threads = program.kernel.threads
         if threads % LANES:
             raise Unsupported(f"{threads} threads")
@@ -172,22 +175,22 @@ class Block:
         while any(not unit.ended.all() for unit in self.units):
             order = self.random.permutation(len(self.units)) if self._order == "mixed" else range(len(self.units))
             moved = [self._advance(self.units[place]) for place in order]
-            if self._boxes and (not any(moved) or self._order == "mixed"):
-                place = int(self.random.integers(len(self._boxes))) if self._order == "mixed" else 0
-                barriers.write_box(*self._boxes.pop(place))
+            if self._jobs and (not any(moved) or self._order == "mixed"):
+                place = int(self.random.integers(len(self._jobs))) if self._order == "mixed" else 0
+                self._jobs.pop(place)()
             elif not any(moved):
                 stuck = [unit for unit in self.units if not unit.ended.all()]
                 waiting = {self.program.steps[unit.first_place()].instruction.text for unit in stuck}
                 raise Fault(f"warps wait forever: {'; '.join(sorted(waiting))}")
-        if self._boxes:
-            raise Fault("a block ends while boxes are under way")
+        if self._jobs:
+            raise Fault("a block ends while copies are under way")
 
-    def begin(self, unit: Unit, box: Box) -> None:
-        """Begin to copy a box."""
+    def begin(self, job: Callable[[], None]) -> None:
+        """Begin a copy or products, which end later."""
         if self._order == "early":
-            barriers.write_box(unit, box)
+            job()
         else:
-            self._boxes.append((unit, box))
+            self._jobs.append(job)
 
     def meet(self, unit: Unit, which: int, threads: int) -> None:
         """Let lanes wait at a barrier of threads until as many are there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,7 +57,29 @@ class _Operand:
         return swizzled(self._start + linear, self._swizzle)
 
 
-def _number(kind: str) -> tuple[int, Callable[[Array], Array]]:
+@dataclass(frozen=True)
+class Shape:
+    """A product. kind: of its numbers. across: whether rows, and not K, are neighbours in shared memory."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    left_across: bool
+    right_across: bool
+
+
+def matrix_in_shared(u: Unit, descriptor: int, count: int, shape: Shape, across: bool, first: int = 0) -> Array:
+    """Return `count` rows of a matrix in shared memory from `first` on, [count, k], and note that they are read."""
+    size, convert = numbers_of(shape.kind)
+    at_row, column = np.divmod(np.arange(count * shape.k), shape.k)
+    addresses = _Operand(descriptor, across).addresses(at_row + first, column, size)
+    u.products[-1].reads.append((int(addresses.min()), int(addresses.max()) + size))
+    bits = u.block.shared.read(addresses, size).view(np.dtype(f"u{size}"))
+    return convert(bits.ravel()).reshape(count, shape.k)
+
+
+def numbers_of(kind: str) -> tuple[int, Callable[[Array], Array]]:
     """Return the bytes of a number, and how its bits become float64."""
     if kind in ("bf16", "f16"):
         return 2, lambda bits: widened(bits, kind).astype(np.float64)
@@ -71,7 +94,7 @@ def _fragment(registers: list[Array], kind: str, size: int, side: str) -> Array:
     """Return A [warps, 16, k] or B [warps, k, 8] from its registers, each [lanes] uint32; `side` is "a" or "b"."""
     each = 4 // size
     bits = np.stack(registers).view(np.dtype(f"u{size}"))
-    parts = _number(kind)[1](bits).reshape(len(registers), -1, LANES, each)
+    parts = numbers_of(kind)[1](bits).reshape(len(registers), -1, LANES, each)
     columns, warps = 4 * each, parts.shape[1]  # of a register
     if side == "b":
         whole = np.zeros((warps, len(parts) * columns, 8))
@@ -141,20 +164,12 @@ def wgmma(i: Instruction) -> Code:
         raise Unsupported(i.text)
     of_registers = isinstance(a, tuple)
     across = [bool(int(str(each))) for each in signs[2:]] or [False] * (1 if of_registers else 2)
-    size, convert = _number(kind)
+    size, described = numbers_of(kind)[0], Shape(kind, 64, n, k, across[0], across[-1])
     places, right = rows(sums), source(b, "u64")
     inputs = rows(a) if of_registers else ()
     left_of = None if of_registers else source(a, "u64")
     added = source(adds, "pred") if isinstance(adds, Register) else None
     always = added is None and bool(int(str(adds)))
-    dtype = np.dtype(f"u{size}")
-
-    def read(u: Unit, descriptor: int, first: int, count: int, is_across: bool) -> Array:
-        matrix = _Operand(descriptor, is_across)
-        at_row, column = np.divmod(np.arange(count * k), k)
-        addresses = matrix.addresses(at_row + first, column, size)
-        u.products[-1].reads.append((int(addresses.min()), int(addresses.max()) + size))
-        return convert(u.block.shared.read(addresses, size).view(dtype).ravel()).reshape(count, k)
 
     def multiply(u: Unit) -> None:
         warps = _all(u, i)
@@ -165,12 +180,12 @@ def wgmma(i: Instruction) -> Code:
         descriptors = spread(right(u), u.mask.size)
         if (descriptors != descriptors[0]).any():
             raise Unsupported("descriptors that differ between warps")
-        transposed = read(u, int(descriptors[0]), 0, n, across[-1])
+        transposed = matrix_in_shared(u, int(descriptors[0]), n, described, across[-1])
         if left_of is None:
             left = _fragment([u.files["w"][row] for row in inputs], kind, size, "a")
         else:
             first, of = int(u.threads[0]) // LANES % 4 * 16, int(spread(left_of(u), u.mask.size)[0])
-            left = read(u, of, first, 16 * warps, across[0]).reshape(warps, 16, k)
+            left = matrix_in_shared(u, of, 16 * warps, described, across[0], first).reshape(warps, 16, k)
         total = left @ transposed.T
         _put_sums(u, places, total + _sums(u, places) if keep else total)
 
@@ -185,7 +200,7 @@ def mma(i: Instruction) -> Code:
     to, a, b, c = (rows(each) if isinstance(each, tuple) else () for each in i.operands)
     if not c or kinds[0] == "s32":
         raise Unsupported(i.text)
-    size, _ = _number(kinds[1])
+    size, _ = numbers_of(kinds[1])
 
     def multiply(u: Unit) -> None:
         _all(u, i)

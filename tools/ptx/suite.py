@@ -16,8 +16,7 @@ from tools.amdgcn import suite
 from .driver import Emulated
 from .machine import ORDERS
 
-# Not sm_100: Triton multiplies with its tensor memory (tcgen05), which is not modelled.
-NAMES = [name for name, target in TARGETS.items() if target.backend == "cuda" and name != "sm_100"]
+NAMES = [name for name, target in TARGETS.items() if target.backend == "cuda"]
 NVIDIA = suite.Interpreter("tools.ptx.suite", NAMES, ORDERS, Emulated)
 
 
