@@ -27,7 +27,7 @@ from .checks import Fault, Unsupported
 from .driver import Emulated
 
 NAMES = [name for name, target in TARGETS.items() if target.backend == "hip"]
-WHOLE = ("gfx942", "gfx1100", "sm_90")  # --quick runs more checks for these targets
+WHOLE = ("gfx942", "gfx1100", "sm_90", "sm_100")  # --quick runs more checks for these targets
 SLOWEST = {"gfx1100": ("mixed-batch ", "sampling, ")}  # --quick skips these here; gfx942 covers them
 
 # torch multiplies on Turing, and attends over latents.

@@ -96,6 +96,7 @@ class Target:
         widens: Whether bfloat16 is multiplied as float32 (Triton 3.6's interpreter would multiply the bits as
             integers).
         steady: See `Device.steady`.
+        tensor_memory: Whether matrix products go through a memory of their own (tcgen05).
         two_tiles: Bytes of the numbers of K and V for which a program's registers hold two tiles of query heads, each
             with the sums of a head of 128, over one tile of keys.
     """
@@ -122,6 +123,7 @@ class Target:
     asks_softcap: bool = True
     widens: bool = False
     steady: bool = False
+    tensor_memory: bool = False
     two_tiles: tuple[int, ...] = (2,)
 
 

@@ -82,6 +82,7 @@ def _nvidia(capability: int) -> dict[str, Any]:
         "lacks": () if capability >= 80 else (torch.bfloat16,),
         "float32_products": "tf32x3" if capability >= 80 else "ieee",
         "asks_softcap": capability != 90,
+        "tensor_memory": 100 <= capability < 120,
     }
 
 

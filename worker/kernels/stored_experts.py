@@ -30,6 +30,7 @@ from .stored_linear import (
     group_steps,
     last_step,
     row_stride,
+    stages_of,
     steps_of,
     steps_together,
 )
@@ -296,9 +297,9 @@ def _multiply(
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
         PREFETCH=min(AHEAD, steps) if launch.overlap and gating is None else 0,
-        STAGES=tiles.stages,
+        STAGES=stages_of(tiles, codes, launch.target),
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=stages_of(tiles, codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

@@ -240,6 +240,15 @@ def tiles_of(tokens: int, n: int, target: Target, group: int = 0, added: bool = 
     return StoredTiles(128, 128, 8, 3)
 
 
+def stages_of(tiles: StoredTiles, codes: Codes, target: Target) -> int:
+    """Return Triton's num_stages.
+
+    Sums of x beside the product read x in two products. In tensor memory these are stages of their own, and Triton 3.6
+    copies the next turn's x before the second one has read this turn's.
+    """
+    return 1 if target.tensor_memory and codes.lows is not None else tiles.stages
+
+
 def stored_linear(
     launch: Launching,
     x: torch.Tensor,
@@ -329,9 +338,9 @@ def stored_linear(
         ROWS=tiles.rows,
         TOKENS=tiles.tokens,
         PREFETCH=min(AHEAD, steps) if launch.overlap else 0,
-        STAGES=tiles.stages,
+        STAGES=stages_of(tiles, codes, launch.target),
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=stages_of(tiles, codes, launch.target),
         **backend_options(launch.target),
         **launch_options(launch.overlap),
     )

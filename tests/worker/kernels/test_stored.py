@@ -29,7 +29,7 @@ from kvforge.worker.kernels.stored import (
     with_exponents,
     without_exponents,
 )
-from kvforge.worker.kernels.stored_linear import depth_of, parts_of, row_stride, stored_linear
+from kvforge.worker.kernels.stored_linear import depth_of, parts_of, row_stride, stages_of, stored_linear, tiles_of
 from tests.amount import thinned
 
 DEVICE = open_device("auto")
@@ -405,6 +405,16 @@ def test_the_depth_follows_from_the_weight() -> None:
         assert depth_of(random_codes(16, 2880, ("e2m1", 0, extra, 1)), target) == depth
         assert depth_of(random_codes(16, 2048, ("e2m1", 0, extra, 1)), target) == 128
         assert depth_of(random_codes(16, 2048, ("e2m1", 0, extra, 1)), TARGETS["gfx1100"]) == 64
+
+
+def test_two_products_of_one_input_have_one_stage_in_tensor_memory() -> None:
+    """tests/ptx runs them: with more stages, the second product reads the next turn's x."""
+    for layout in LAYOUTS:
+        for target in (each for each in TARGETS.values() if each.backend == "cuda"):
+            tiles = tiles_of(1, 64, target)
+            stages = 1 if target.name == "sm_100" and layout[2] == "lows" else tiles.stages
+            assert stages_of(tiles, random_codes(16, 2048, layout), target) == stages
+    assert tiles_of(1, 64, TARGETS["sm_100"]).stages > 1
 
 
 def test_the_stride_of_a_single_row_is_its_length() -> None:
