@@ -272,3 +272,19 @@ def test_a_buffer_ends_where_its_descriptor_says() -> None:
     run(lines, numbers, result)
     assert np.array_equal(result, np.where(np.arange(64) < 32, np.arange(1, 65), 0))
     assert np.array_equal(numbers, np.where(np.arange(64) < 32, np.arange(64), np.arange(1, 65)))
+
+
+def test_halves_in_scalar_registers_and_beside_sums() -> None:
+    halves = np.array([1.5, -2.0], np.float16).view(np.uint32)
+    lines = ["s_load_u16 s8, s[4:5], 0x2", "s_wait_kmcnt 0x0", "s_cvt_f32_f16 s9, s8", "v_mov_b32_e32 v10, s9"]
+    result = np.zeros(32, np.uint32)
+    run([*lines, "global_store_b32 v1, v10, s[6:7]"], halves, result, arch="gfx1201")
+    assert (result.view(np.float32) == -2).all()
+    narrowed = [*lines, "s_cvt_f16_f32 s8, s9", "v_mov_b32_e32 v10, s8", "global_store_b32 v1, v10, s[6:7]"]
+    run(narrowed, halves, result, arch="gfx1201")
+    assert (result == halves[0] >> 16).all()
+    with pytest.raises(Fault, match="outside the arguments"):
+        run(["s_load_u16 s8, s[4:5], 0x4"], halves, result, arch="gfx1201")
+    three = np.array([3.0, 7.0], np.float16).view(np.uint32)  # the upper half stays
+    found = computed("v_mov_b32_e32 v10, v4\nv_fmac_f16_e32 v10, v2, v3", halves, halves, three, arch="gfx1100")
+    assert (found.view(np.float16).reshape(-1, 2) == [3 + 1.5 * 1.5, 7]).all()

@@ -12,9 +12,9 @@ import numpy as np
 
 from .assembly import Assembly, Instruction
 from .checks import Unsupported
-from .operands import INTEGER, SINGLE, Source, scalar_register, scalar_source, scalar_target, source
+from .operands import HALF, INTEGER, SINGLE, Source, scalar_register, scalar_source, scalar_target, source
 from .tables import COMPARE, FLOAT32
-from .values import F32, I32, M32, M64, U32, Array, as_f32, fma, signed, to_i32, to_u32
+from .values import F32, I32, M32, M64, U32, Array, as_f16, as_f32, bits16, bits32, fma, signed, to_i32, to_u32
 from .wave import Code, Wave
 
 _LOADED = {
@@ -31,6 +31,7 @@ _LOADED = {
     "dwordx16": 16,
     "b512": 16,
 }
+_LOADED_NARROW = {"u8": "<B", "i8": "<b", "u16": "<H", "i16": "<h"}  # gfx12
 _LOGIC: dict[str, Callable[[int, int], int]] = {
     "and": lambda a, b: a & b,
     "or": lambda a, b: a | b,
@@ -92,6 +93,10 @@ def build(instruction: Instruction, assembly: Assembly) -> Code:
     if name in _BRANCHES:
         test, labels, label = _BRANCHES[name], assembly.labels, operands[0]
         return lambda w: labels[label] if test(w) else None
+    if name.startswith("load_") and name[5:] in _LOADED_NARROW:
+        return _load_narrow(_LOADED_NARROW[name[5:]], operands, instruction.modifiers.get("offset", 0))
+    if name in ("cvt_f32_f16", "cvt_f16_f32"):
+        return _convert_half(operands, to_half=name == "cvt_f16_f32")
     if name.startswith("load_"):
         return _load(_LOADED[name[5:]], operands, instruction.modifiers.get("offset", 0))
     if name.startswith("cmp_") and name.endswith("_f32"):
@@ -121,6 +126,26 @@ def _load(count: int, operands: tuple[str, ...], offset: int) -> Code:
         w.s[first : first + count] = struct.unpack(f"<{count}I", ctypes.string_at(at, 4 * count))
 
     return load
+
+
+def _load_narrow(form: str, operands: tuple[str, ...], offset: int) -> Code:
+    first, base, more = scalar_register(operands[0]), scalar_source(operands[1], 64), scalar_source(operands[2])
+    size = struct.calcsize(form)
+
+    def load(w: Wave) -> None:
+        at = base(w) + more(w) + offset
+        w.group.memory.check_one(at, size)
+        w.s[first] = struct.unpack(form, ctypes.string_at(at, size))[0] & M32
+
+    return load
+
+
+def _convert_half(operands: tuple[str, ...], to_half: bool) -> Code:
+    """Translate a conversion between float32 and the lower half of a scalar register; the upper one becomes zero."""
+    read, put = source(operands[1], SINGLE if to_half else HALF), scalar_target(operands[0])
+    if to_half:
+        return lambda w: put(w, int(np.atleast_1d(bits16(as_f32(np.asarray(read(w)))))[0]))
+    return lambda w: put(w, int(np.atleast_1d(bits32(as_f16(np.asarray(read(w))).astype(F32)))[0]))
 
 
 def _compare_floats(test: Callable[[Any, Any], Any], a: Source, b: Source) -> Code:

@@ -155,6 +155,18 @@ def _fmac(instruction: Instruction, isa: Isa) -> Code:
     return lambda w: w.put(target, bits32(fma(as_f32(a(w)), as_f32(b(w)), as_f32(w.v[target]))))
 
 
+def _fmac_half(instruction: Instruction, isa: Isa) -> Code:
+    target, a, b = vector_register(instruction.operands[0]), *(source(x, HALF) for x in instruction.operands[1:3])
+    if "op_sel" in instruction.modifiers:
+        raise Unsupported(instruction.text)
+    function = FLOAT16["fma_f16"][1]
+
+    def added(w: Wave) -> Array:
+        return bits16(function(as_f16(a(w)), as_f16(b(w)), as_f16(w.v[target])))
+
+    return narrow_result(target, added, isa, 0)
+
+
 def _fma_constant(instruction: Instruction, isa: Isa) -> Code:
     target = vector_register(instruction.operands[0])
     a, b, c = (source(text, SINGLE) for text in instruction.operands[1:])
@@ -302,6 +314,7 @@ _FAMILIES: tuple[tuple[str | tuple[str, ...], Callable[[str, Instruction, Isa], 
 _SINGLE: dict[str, Callable[[Instruction, Isa], Code]] = {
     "fmac_f32": _fmac,
     "mac_f32": _fmac,
+    "fmac_f16": _fmac_half,
     "fmaak_f32": _fma_constant,
     "fmamk_f32": _fma_constant,
     "cvt_f16_f32": _to_half,
