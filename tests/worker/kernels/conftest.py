@@ -6,6 +6,7 @@ import pytest
 
 from kvforge.worker.device.device import Device
 from kvforge.worker.kernels import LayerOperations
+from tests import emulated
 
 
 @pytest.fixture(params=["Numba", "Triton"])
@@ -15,7 +16,7 @@ def operations(request: pytest.FixtureRequest, cpu: Device) -> LayerOperations:
         pytest.importorskip("triton")
         from kvforge.worker.attention.triton_attention import is_interpreted
 
-        if not is_interpreted():
+        if not is_interpreted() and not emulated.TARGET:
             pytest.skip("needs Triton's interpreter")
         from kvforge.worker.kernels.fused import FusedOperations
 

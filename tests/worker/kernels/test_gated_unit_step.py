@@ -14,6 +14,7 @@ from kvforge.worker.kernels.prompt_reference import PlainPrompts
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, MixerStep, PromptForm, StateOperations
 from kvforge.worker.kernels.recurrent_selftest import scattered
 from kvforge.worker.loading.mixer_steps import step_of
+from tests import emulated
 
 from .test_recurrent_prompts import rows_of
 
@@ -97,7 +98,7 @@ def form_of(operations: LayerOperations) -> PromptForm | None:
     def form(rows: Any) -> StateOperations:
         from kvforge.worker.device.targets import TARGETS
 
-        return TritonPrompts(LaunchSettings(TARGETS["cpu"]), rows)
+        return TritonPrompts(LaunchSettings(TARGETS[emulated.TARGET or "cpu"]), rows)
 
     return form
 

@@ -186,7 +186,8 @@ def test_a_state_of_16_bits_is_rounded_behind_the_step(operations: LayerOperatio
     for each in (operations, PlainOperations()):
         states.memory.copy_(before)
         found += [each.convolve(x, states, made), states.read()]
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)  # GPUs round products and sums at once
+    assert torch.equal(found[1], found[3])
     assert torch.equal(found[1][..., -1], x.half().float())
 
 

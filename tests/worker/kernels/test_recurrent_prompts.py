@@ -25,6 +25,7 @@ from kvforge.worker.kernels.prompt_selftest import (
 from kvforge.worker.kernels.recurrent import CONVOLUTION, RECURRENT, DeltaInputs
 from kvforge.worker.kernels.recurrent_selftest import scattered
 from kvforge.worker.kernels.state_space import StateSpaceInputs
+from tests import emulated
 
 from .test_recurrent import channel_rule, convolution, delta_rule
 from .test_state_space import state_space
@@ -169,7 +170,7 @@ def test_kernels_are_plain_torchs(cpu: Device, dtype: torch.dtype, kept: torch.d
     from kvforge.worker.attention.triton_attention import is_interpreted
     from kvforge.worker.kernels.fused import FusedOperations
 
-    if not is_interpreted():
+    if not is_interpreted() and not emulated.TARGET:
         pytest.skip("needs Triton's interpreter")
     operations = FusedOperations(cpu)
     for form in ({"is_gated": True}, {"has_silu": True}):
@@ -200,7 +201,7 @@ def test_kernels_by_channel_are_plain_torchs(
     from kvforge.worker.attention.triton_attention import is_interpreted
     from kvforge.worker.kernels.fused import FusedOperations
 
-    if not is_interpreted():
+    if not is_interpreted() and not emulated.TARGET:
         pytest.skip("needs Triton's interpreter")
     rule = channel_rule(*sizes, dtype)
     rule = replace(rule, biases=rule.biases + shift)
