@@ -302,6 +302,8 @@ def test_warps_reach_their_lanes_of_tensor_memory() -> None:
     assert (result == np.where(lane < 16, numbers, numbers - 16 + 1000)).all()
     with pytest.raises(Fault, match="outside the allocated"):
         run(ALLOCATED + write.replace("+ 0", "+ 31"), numbers, result, threads=128, shared=16)
+    with pytest.raises(Fault, match="tensor memory of another warp"):
+        run(ALLOCATED + write.replace("%r22", "%r21"), numbers, result, threads=128, shared=16)
     with pytest.raises(Fault, match="not allocated"):
         run(ALLOCATED + free.replace("%r21", "64"), numbers, result, threads=128, shared=16)
     with pytest.raises(Fault, match="columns of tensor memory"):

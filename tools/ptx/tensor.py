@@ -61,7 +61,7 @@ class TensorMemory:
         return lanes, columns
 
     def read(self, lanes: Array, columns: Array) -> Array:
-        """Return words; garbage where nothing was written, as the compiler loads what it then leaves out.
+        """Return words; garbage where nothing was written: compiled code loads numbers that it does not use.
 
         Raises:
             Fault: an access is outside.
@@ -125,23 +125,24 @@ def _move(i: Instruction) -> Code:
         own = u.threads // LANES % 4 * LANES
         lanes = (first >> 16) + inside
         if (lanes[u.mask] // LANES * LANES != own[u.mask]).any():
-            # The address names a lane of another warp, or none: a warp's own lanes are meant by its first one.
-            lanes = lanes % LANES + own
+            raise Fault("tensor memory of another warp")
         columns = (first & 0xFFFF) + np.where(lane >= _HALF, apart, 0)
-        for number_, row in enumerate(targets):
+        for further, row in enumerate(targets):
             held = u.files["w"][row]
             if loads:
-                held[u.mask] = u.block.tensor.read(lanes[u.mask], columns[u.mask] + number_)
+                held[u.mask] = u.block.tensor.read(lanes[u.mask], columns[u.mask] + further)
             else:
-                u.block.tensor.write(lanes[u.mask], columns[u.mask] + number_, held[u.mask])
+                u.block.tensor.write(lanes[u.mask], columns[u.mask] + further, held[u.mask])
 
     return move
 
 
-def _lanes_of(count: int) -> Array:
-    """Return the lane of each of 64 or 128 rows."""
+def _places_of(at: int, count: int, columns: int) -> tuple[Array, Array]:
+    """Return lanes and columns of a matrix of 64 or 128 rows, [rows, columns] each."""
     row = np.arange(count)
-    return row if count == ROWS else row // 16 * LANES + row % 16
+    lanes = row if count == ROWS else row // 16 * LANES + row % 16
+    lane, column = np.broadcast_arrays((at >> 16) + lanes[:, None], (at & 0xFFFF) + np.arange(columns)[None, :])
+    return lane, column
 
 
 def _shape(description: int, kind: str) -> Shape:
@@ -180,22 +181,18 @@ def _multiply(i: Instruction) -> Code:
         u.block.tensor.queued.append(lambda: run(u, shape, at_sums, at_left, at_right, keep))
 
     def run(u: Unit, shape: Shape, at_sums: int, at_left: int, at_right: int, keep: bool) -> None:
-        tensor, convert = u.block.tensor, numbers_of(shape.kind)[1]
-        rows_of = _lanes_of(shape.m)
+        tensor, (size, convert) = u.block.tensor, numbers_of(shape.kind)
         if of_tensor:
-            per_word = 4 // numbers_of(shape.kind)[0]
-            columns = np.arange(shape.k // per_word) + (at_left & 0xFFFF)
-            words = tensor.read(rows_of[:, None] + (at_left >> 16), columns[None, :] + 0 * rows_of[:, None])
-            factors = convert(words.view(np.dtype(f"u{numbers_of(shape.kind)[0]}")))
+            words = tensor.read(*_places_of(at_left, shape.m, shape.k * size // 4))
+            factors = convert(words.view(np.dtype(f"u{size}")))
         else:
             factors = matrix_in_shared(u, at_left, shape.m, shape, shape.left_across)
         others = matrix_in_shared(u, at_right, shape.n, shape, shape.right_across)
         total = factors @ others.T
-        lanes = rows_of[:, None] + (at_sums >> 16) + np.zeros((1, shape.n), np.int64)
-        columns = (at_sums & 0xFFFF) + np.arange(shape.n)[None, :] + 0 * lanes
+        places = _places_of(at_sums, shape.m, shape.n)
         if keep:
-            total = total + tensor.read(lanes, columns).view(np.float32)
-        tensor.write(lanes, columns, total.astype(np.float32).view(np.uint32))
+            total = total + tensor.read(*places).view(np.float32)
+        tensor.write(*places, total.astype(np.float32).view(np.uint32))
 
     return multiply
 
@@ -213,6 +210,7 @@ def _commit(i: Instruction) -> Code:
         def finish() -> None:
             for product in products:
                 product()
+            u.products[-1].reads.clear()  # they are done
             barrier_at(u, place).arrive(1)
 
         u.block.begin(finish)
