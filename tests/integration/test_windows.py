@@ -20,7 +20,7 @@ from .shared import wait_empty
 from .undisturbed import Answers, say
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
-CASES = [*((name, 1, True) for name in MODELS), ("gpt_oss", 1, False), ("gpt_oss", 2, False)]
+CASES = [*((name, 1, True) for name in MODELS), ("gpt_oss", 2, True), ("gpt_oss", 1, False), ("gpt_oss", 2, False)]
 PREFIX, TOKENS, REQUESTS = [3 + 7 * place % 90 for place in range(70)], 48, 5
 TOLERANCE = 1e-4  # of a log-probability
 
