@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 TARGET = os.environ.get("KVFORGE_EMULATED", "")  # sm_90, gfx942 and others
 COPIES = os.environ.get("KVFORGE_COPIES", "late")  # when copies end: see `tools.ptx`
 MULTIPROCESSORS = 132
@@ -17,9 +19,15 @@ MULTIPROCESSORS = 132
 def enter() -> None:
     """Let Triton launch kernels on the interpreter, and `open_device` open the emulated GPU, in this process."""
     from kvforge.worker.device import device
+    from kvforge.worker.device.targets import TARGETS
     from tools.amdgcn.driver import Emulated
     from tools.ptx import driver
+    from tools.ptx.machine import ORDERS
 
+    known = [name for name, target in TARGETS.items() if target.backend in ("cuda", "hip")]
+    for name, value, values in (("KVFORGE_EMULATED", TARGET, known), ("KVFORGE_COPIES", COPIES, [*ORDERS])):
+        if value not in values:
+            raise pytest.UsageError(f"{name}: {value!r} is not one of {', '.join(values)}")
     gpu = driver.Emulated(TARGET, COPIES) if TARGET.startswith("sm_") else Emulated(TARGET)
     gpu.__enter__()
 

@@ -113,6 +113,17 @@ def test_an_unknown_instruction_is_refused_once_it_is_executed() -> None:
         launch(program, (1, 1, 1), arguments, {}, [], 0)
 
 
+def test_text_that_was_cut_off_is_refused() -> None:
+    whole = TEXT.format(threads=32, body="mov.b32 %r2, 0;")
+    for end, problem in (
+        (0, "0 kernels"),
+        (whole.index("%tid"), "without an end"),
+        (whole.rindex("}"), "without an end"),
+    ):
+        with pytest.raises(Unsupported, match=problem):
+            Program(whole[:end])
+
+
 def test_bits_and_bytes() -> None:
     a, b = np.full(1, 0x33221100, np.uint32), np.full(1, 0x776655C4, np.uint32)
     assert computed("prmt.b32 %r10, %r2, %r3, 0x7430;", a, b)[0] == 0x77C43300
@@ -256,6 +267,9 @@ def test_a_product_of_a_group_of_warps() -> None:
             assert (sums[:, lane, number] == wanted[:, row, column]).all()
     with pytest.raises(Fault, match="sums of a product under way"):
         run(body + STORE, fragments.view(np.uint32), sums.view(np.uint32), **given)
+    with pytest.raises(Fault, match="an input of a product under way is written"):
+        written = body + "mov.b32 %r31, 0;" + FINISH + STORE
+        run(written, fragments.view(np.uint32), sums.view(np.uint32), **given)
     over = BOX.split("@%p1 mbarrier.arrive")[1].format(bytes=1024)
     with pytest.raises(Fault, match="overwrites what a product under way reads"):
         run(

@@ -13,12 +13,13 @@ The interpreter reports these faults, which a GPU would not:
 - memory accesses outside the storages of the arguments, and outside of the shared memory;
 - reads of shared memory that nothing has written, a box that is still under way included;
 - a box that overwrites what a product under way reads;
-- reads of a product's sums before the wait for it;
+- reads of a product's sums, and writes of its inputs, before the wait for it;
 - warps that wait forever.
 
 Registers and shared memory start as garbage.
 
-The interpreter cannot find races between warps in general, missing fences, a missing wait for the kernel before, and
+The interpreter cannot find races between warps in general, missing fences, a missing wait for cp.async (its copies end
+at once), a missing wait for the kernel before, and
 anything about speed. Tensor products are summed in float64. Approximate functions are correctly rounded. An
 instruction that no kernel has needed so far raises `Unsupported` with its text; add it to a table.
 

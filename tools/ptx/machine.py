@@ -77,7 +77,7 @@ class Program:
             if i.name in ("ret", "exit"):
                 return Step(i, None, guard, reads)
             return Step(i, _code(i), guard, reads, writes=frozenset(_rows(i, written=True)))
-        except (Unsupported, KeyError, ValueError) as error:
+        except (Unsupported, KeyError, ValueError, StopIteration) as error:
             self.unknown.append(f"{i.text} ({error})")
             return Step(i, _raises(i), None, frozenset())
 
@@ -110,7 +110,7 @@ def _rows(i: Instruction, written: bool) -> set[int]:
     """Return the 32-bit registers that an instruction reads or writes; of wgmma none: it waits for nothing."""
     if i.name == "wgmma":
         return set()
-    stores = i.name in ("st", "stmatrix", "red", "mbarrier") or (i.name == "cp")
+    stores = i.name in ("st", "stmatrix", "red", "mbarrier") or i.name == "cp"
     found: set[int] = set()
     for place, operand in enumerate(i.operands):
         first = place == 0 and not stores
@@ -257,6 +257,8 @@ class Block:
         for group in unit.products:
             if group.sums & (step.reads | step.writes):
                 raise Fault(f"sums of a product under way are used [{step.instruction.text}]")
+            if group.inputs & step.writes:
+                raise Fault(f"an input of a product under way is written [{step.instruction.text}]")
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,8 @@ class _Body:
             elif not statement.startswith((".pragma", ".global", ".shared", ".extern")):
                 waiting.append(([*self._scopes], statement))
                 self._kernel.instructions.append(Instruction(statement, (), ()))
+        if self._scopes:
+            raise Unsupported("a kernel without an end")
         # A branch may precede its label: operands are resolved at the end.
         for place, (scopes, statement) in enumerate(waiting):
             self._scopes = scopes
@@ -242,7 +244,9 @@ def _statements(text: str) -> Iterator[str]:
             yield re.sub(r"\s", "", match[0])
             place = match.end()
         else:
-            end = text.index(";", place)
+            end = text.find(";", place)
+            if end < 0:
+                raise Unsupported(f"a statement without an end: {text[place : place + 80]}")
             yield " ".join(text[place:end].split())
             place = end + 1
 
